@@ -1,0 +1,120 @@
+"""Runs a Python program many times in processes that have torch, torch_npu and Stable-Baselines3 imported already.
+
+Importing them takes seconds, a run of the program on the simulated NPU a fraction of one. So this server imports them
+once, without touching the device, and forks a process for each case. The child takes on the case's environment,
+working directory and files and then executes the program as `__main__`; its exit, and everything that torch_npu does at
+exit, is the interpreter's own.
+
+    python forkserver.py FD     FD: one end of a SOCK_SEQPACKET pair
+
+A request is a JSON object (see Case) with four file descriptors: stdin, stdout, stderr and a pipe to which the server
+writes the child's PID and, when it has ended, its wait status, a line each. The server ends at the end of file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import types
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Forks until the end of file. Returns the case in each child and None in the server."""
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_read, False)
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    children: dict[int, int] = {}  # PID: the pipe for its status
+    server = os.getpid()
+
+    while True:
+        ready, _, _ = select.select([control, wake_read], [], [])
+        if wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(wake_read, 4096):
+                    pass
+            for child in list(children):
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
+                    report(children[pid], status)
+                    os.close(children.pop(pid))
+        if control in ready:
+            request, files, _, _ = socket.recv_fds(control, 1 << 20, 4)
+            if not request:
+                break
+            stdin, stdout, stderr, pipe = files
+            pid = os.fork()
+            if pid == 0:
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != server:
+                    os._exit(1)
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                os.setsid()
+                for number, file in enumerate((stdin, stdout, stderr)):
+                    os.dup2(file, number)
+                control.close()
+                for file in {*files, *children.values(), wake_read, wake_write}:
+                    os.close(file)
+                return dict(json.loads(request))
+            children[pid] = pipe
+            for file in (stdin, stdout, stderr):
+                os.close(file)
+            report(pipe, pid)
+
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return None
+
+
+def report(pipe: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, b"%d\n" % number)
+
+
+def run(case: dict[str, Any]) -> None:
+    """Executes case["script"] as `python3 SCRIPT ARGUMENTS` would."""
+    os.chdir(case["cwd"])
+    os.environ.clear()
+    os.environ.update(case["env"])
+    for name, limit in case["rlimits"].items():
+        resource.setrlimit(getattr(resource, name), (limit, limit))
+
+    script = os.path.abspath(case["script"])
+    sys.argv = [case["script"], *case["args"]]
+    sys.path[0] = os.path.dirname(script)
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    with open(script, encoding="utf-8") as file:
+        source = file.read()
+    exec(compile(source, script, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    import stable_baselines3  # noqa: F401
+    import torch
+    import torch_npu  # noqa: F401
+
+    if torch.npu.is_initialized():
+        sys.exit("importing touched the device: forked children could not use it")
+    gc.collect()
+    gc.freeze()
+    case = serve(socket.socket(fileno=int(sys.argv[1])))
+    if case is not None:
+        run(case)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+#
+# Runs the linters and all tests, or with arguments just pytest:  tests/run.sh [ARGUMENTS OF pytest]
+#
+# The first call sets everything up (see setup.sh); PYTHON picks the interpreter.
+set -euo pipefail
+
+# shellcheck source=tests/setup.sh
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
+setup_runtime
+setup_tools
+use_simulator
+
+cd -- "$project"
+if [[ $# -eq 0 ]]; then
+  "$test_python" -m ruff check --quiet .
+  "$test_python" -m mypy --no-error-summary inference.py
+  if command -v shellcheck >/dev/null; then
+    shellcheck tests/*.sh tests/cannsim/*.sh .ci/run
+  fi
+fi
+export TEST_SIMULATOR=$simulator
+exec "$test_python" -m pytest "$@"
