@@ -1,0 +1,407 @@
+// Streams and events: each stream is a thread that runs its tasks in order.
+#include "runtime.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <chrono>
+#include <exception>
+#include <thread>
+
+namespace cannsim {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Runs one task outside the stream's lock. A failure's message is left in this thread's error record.
+int run(const Stream &stream, const Task &task) {
+  const std::string call = "exec:" + task.name;
+  if (const int code = enter(call.c_str(), "\"stream\":" + std::to_string(stream.id))) return code;
+  try {
+    return task.run();
+  } catch (const std::exception &problem) {
+    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, task.name + ": " + problem.what());
+  } catch (...) {
+    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, task.name + ": unknown exception");
+  }
+}
+
+void work(Stream *stream) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  for (;;) {
+    stream->work.wait(lock, [stream] { return !stream->tasks.empty() || !stream->alive; });
+    if (stream->tasks.empty()) return;
+    const Task task = std::move(stream->tasks.front());
+    stream->tasks.pop_front();
+    stream->busy = true;
+    const int error = stream->error;
+    lock.unlock();
+    int code = 0;
+    thread().message.clear();
+    if (task.control) {
+      code = task.control(error);
+    } else if (error == 0) {
+      code = run(*stream, task);
+    }
+    lock.lock();
+    stream->busy = false;
+    if (code != 0 && stream->error == 0) {
+      stream->error = code;
+      stream->message = thread().message;
+    }
+    if (stream->tasks.empty()) stream->idle.notify_all();
+  }
+}
+
+// Python's signal handlers belong to its main thread: a stream's thread takes no signal.
+void start_thread(Stream *stream) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread(work, stream).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Event *need_event(aclrtEvent handle) {
+  State &s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.events.count(handle) == 0) {
+    fail(ACL_ERROR_RT_PARAM_INVALID, "use of an event that does not exist or was destroyed");
+    return nullptr;
+  }
+  return static_cast<Event *>(handle);
+}
+
+int create_event(aclrtEvent *event) {
+  if (event == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "event to nullptr");
+  if (need_context() == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  State &s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  *event = new Event;
+  s.events.insert(*event);
+  return 0;
+}
+
+int create(aclrtStream *stream) {
+  if (stream == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "stream to nullptr");
+  Context *const context = need_context();
+  if (context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  *stream = create_stream(context);
+  return 0;
+}
+
+int destroy(aclrtStream handle, bool force) {
+  if (handle == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "the default stream cannot be destroyed");
+  Stream *const stream = need_stream(handle);
+  if (stream == nullptr) return thread().last_error;
+  if (!force) wait_for(stream, -1);
+  destroy_stream(stream);
+  return 0;
+}
+
+int synchronise_context(int timeout_ms) {
+  Context *const context = need_context();
+  if (context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  std::vector<Stream *> streams;
+  {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    streams.assign(context->streams.begin(), context->streams.end());
+  }
+  const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  int first = 0;
+  for (Stream *const stream : streams) {
+    int left = -1;
+    if (timeout_ms >= 0) {
+      const auto rest = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+      left = rest > 0 ? static_cast<int>(rest) : 0;
+    }
+    const int code = wait_for(stream, left);
+    if (first == 0) first = code;
+  }
+  return first;
+}
+
+}  // namespace
+
+Stream *need_stream(aclrtStream handle) {
+  State &s = state();
+  Context *const context = need_context();
+  if (context == nullptr) return nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    if (handle != nullptr) {
+      if (s.streams.count(handle) == 0) {
+        fail(ACL_ERROR_RT_PARAM_INVALID, "use of a stream that does not exist or was destroyed");
+        return nullptr;
+      }
+      Stream *const stream = static_cast<Stream *>(handle);
+      if (stream->context != context) {
+        fail(ACL_ERROR_RT_STREAM_CONTEXT, "the stream does not belong to the current context");
+        return nullptr;
+      }
+      return stream;
+    }
+    if (context->default_stream != nullptr) return context->default_stream;
+  }
+  Stream *const fresh = create_stream(context);
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (context->default_stream == nullptr) context->default_stream = fresh;
+  return context->default_stream;
+}
+
+Stream *create_stream(Context *context) {
+  State &s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  Stream *const stream = new Stream(context, s.next_stream_id++);
+  s.streams.insert(stream);
+  context->streams.insert(stream);
+  return stream;
+}
+
+void destroy_stream(Stream *stream) {
+  State &s = state();
+  {
+    const std::lock_guard<std::mutex> lock(s.mutex);
+    s.streams.erase(stream);
+    stream->context->streams.erase(stream);
+    if (stream->context->default_stream == stream) stream->context->default_stream = nullptr;
+  }
+  std::deque<Task> dropped;
+  const std::lock_guard<std::mutex> lock(stream->mutex);
+  dropped.swap(stream->tasks);
+  stream->alive = false;
+  stream->work.notify_all();
+  stream->idle.notify_all();
+}
+
+int wait_for(Stream *stream, int timeout_ms) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  const auto finished = [stream] { return (stream->tasks.empty() && !stream->busy) || !stream->alive; };
+  if (timeout_ms < 0) {
+    stream->idle.wait(lock, finished);
+  } else if (!stream->idle.wait_for(lock, std::chrono::milliseconds(timeout_ms), finished)) {
+    return fail(ACL_ERROR_RT_STREAM_SYNC_TIMEOUT,
+                "stream " + std::to_string(stream->id) + " is not done after " + std::to_string(timeout_ms) + " ms");
+  }
+  if (stream->error == 0) return 0;
+  return fail(stream->error, "stream " + std::to_string(stream->id) + " has failed: " + stream->message);
+}
+
+void post(Stream *stream, Task task) {
+  const std::lock_guard<std::mutex> lock(stream->mutex);
+  if (!stream->alive) return;
+  stream->tasks.push_back(std::move(task));
+  if (!stream->started) {
+    stream->started = true;
+    start_thread(stream);
+  }
+  stream->work.notify_one();
+}
+
+int enqueue(aclrtStream handle, const std::string &name, std::function<int()> task) {
+  Stream *const stream = need_stream(handle);
+  if (stream == nullptr) return thread().last_error;
+  post(stream, Task{name, std::move(task), nullptr});
+  return 0;
+}
+
+}  // namespace cannsim
+
+using cannsim::Event;
+using cannsim::fail;
+using cannsim::State;
+using cannsim::state;
+using cannsim::Stream;
+using cannsim::Task;
+using cannsim::thread;
+
+extern "C" {
+
+aclError aclrtCreateStream(aclrtStream *stream) {
+  CANNSIM_ENTER();
+  return cannsim::create(stream);
+}
+
+aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t, uint32_t) {
+  CANNSIM_ENTER();
+  return cannsim::create(stream);
+}
+
+aclError aclrtDestroyStream(aclrtStream stream) {
+  CANNSIM_ENTER();
+  return cannsim::destroy(stream, false);
+}
+
+aclError aclrtDestroyStreamForce(aclrtStream stream) {
+  CANNSIM_ENTER();
+  return cannsim::destroy(stream, true);
+}
+
+aclError aclrtSetStreamFailureMode(aclrtStream stream, uint64_t mode) {
+  CANNSIM_ENTER();
+  if (stream == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "the default stream has no failure mode");
+  if (cannsim::need_stream(stream) == nullptr) return thread().last_error;
+  if (mode != ACL_STOP_ON_FAILURE) {
+    return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "only ACL_STOP_ON_FAILURE is simulated");
+  }
+  return 0;
+}
+
+aclError aclrtStreamGetId(aclrtStream stream, int32_t *streamId) {
+  CANNSIM_ENTER();
+  const Stream *const live = cannsim::need_stream(stream);
+  if (live == nullptr) return thread().last_error;
+  if (streamId == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamGetId to nullptr");
+  *streamId = live->id;
+  return 0;
+}
+
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
+  CANNSIM_ENTER();
+  Stream *const live = cannsim::need_stream(stream);
+  if (live == nullptr) return thread().last_error;
+  if (status == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamQuery to nullptr");
+  const std::lock_guard<std::mutex> lock(live->mutex);
+  if (live->error != 0) return fail(live->error, "the stream has failed: " + live->message);
+  *status = live->tasks.empty() && !live->busy ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
+  return 0;
+}
+
+aclError aclrtSynchronizeStream(aclrtStream stream) {
+  CANNSIM_ENTER();
+  Stream *const live = cannsim::need_stream(stream);
+  return live == nullptr ? thread().last_error : cannsim::wait_for(live, -1);
+}
+
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t timeout) {
+  CANNSIM_ENTER();
+  if (timeout < -1) return fail(ACL_ERROR_RT_PARAM_INVALID, "a timeout below -1");
+  Stream *const live = cannsim::need_stream(stream);
+  return live == nullptr ? thread().last_error : cannsim::wait_for(live, timeout);
+}
+
+aclError aclrtSynchronizeDevice(void) {
+  CANNSIM_ENTER();
+  return cannsim::synchronise_context(-1);
+}
+
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout) {
+  CANNSIM_ENTER();
+  if (timeout < -1) return fail(ACL_ERROR_RT_PARAM_INVALID, "a timeout below -1");
+  return cannsim::synchronise_context(timeout);
+}
+
+aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t) {
+  CANNSIM_ENTER();
+  return cannsim::create_event(event);
+}
+
+aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t) {
+  CANNSIM_ENTER();
+  return cannsim::create_event(event);
+}
+
+aclError aclrtDestroyEvent(aclrtEvent event) {
+  CANNSIM_ENTER();
+  if (cannsim::need_event(event) == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  State &s = state();
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.events.erase(event);  // the object stays: tasks of streams may still refer to it
+  return 0;
+}
+
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
+  CANNSIM_ENTER();
+  Event *const live = cannsim::need_event(event);
+  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  Stream *const on = cannsim::need_stream(stream);
+  if (on == nullptr) return thread().last_error;
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(live->mutex);
+    number = ++live->recorded;
+  }
+  cannsim::post(on, Task{"", nullptr, [live, number](int error) {
+                           const auto now = std::chrono::steady_clock::now().time_since_epoch();
+                           const std::lock_guard<std::mutex> lock(live->mutex);
+                           live->done = std::max(live->done, number);
+                           live->error = error;
+                           live->nanoseconds = static_cast<uint64_t>(
+                               std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+                           live->completed.notify_all();
+                           return 0;
+                         }});
+  return 0;
+}
+
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
+  CANNSIM_ENTER();
+  Event *const live = cannsim::need_event(event);
+  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  Stream *const on = cannsim::need_stream(stream);
+  if (on == nullptr) return thread().last_error;
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(live->mutex);
+    number = live->recorded;
+  }
+  cannsim::post(on, Task{"", nullptr, [live, number](int error) {
+                           if (error != 0) return 0;
+                           std::unique_lock<std::mutex> lock(live->mutex);
+                           live->completed.wait(lock, [&] { return live->done >= number; });
+                           if (live->error == 0) return 0;
+                           return fail(live->error, "the event waited for was recorded on a stream that has failed");
+                         }});
+  return 0;
+}
+
+aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
+  CANNSIM_ENTER();
+  if (cannsim::need_event(event) == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  return cannsim::need_stream(stream) == nullptr ? thread().last_error : 0;
+}
+
+aclError aclrtSynchronizeEvent(aclrtEvent event) {
+  CANNSIM_ENTER();
+  Event *const live = cannsim::need_event(event);
+  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  std::unique_lock<std::mutex> lock(live->mutex);
+  const uint64_t number = live->recorded;
+  live->completed.wait(lock, [&] { return live->done >= number; });
+  if (live->error == 0) return 0;
+  return fail(live->error, "the event was recorded on a stream that has failed");
+}
+
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status) {
+  CANNSIM_ENTER();
+  Event *const live = cannsim::need_event(event);
+  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  if (status == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtQueryEventStatus to nullptr");
+  const std::lock_guard<std::mutex> lock(live->mutex);
+  const bool complete = live->recorded > 0 && live->done == live->recorded;
+  *status = complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
+  return 0;
+}
+
+aclError aclrtEventElapsedTime(float *ms, aclrtEvent startEvent, aclrtEvent endEvent) {
+  CANNSIM_ENTER();
+  Event *const start = cannsim::need_event(startEvent);
+  Event *const end = cannsim::need_event(endEvent);
+  if (start == nullptr || end == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  if (ms == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtEventElapsedTime to nullptr");
+  uint64_t times[2] = {0, 0};
+  Event *const both[2] = {start, end};
+  for (int i = 0; i < 2; ++i) {
+    const std::lock_guard<std::mutex> lock(both[i]->mutex);
+    if (both[i]->recorded == 0 || both[i]->done != both[i]->recorded) {
+      return fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "aclrtEventElapsedTime of an event that is not complete");
+    }
+    times[i] = both[i]->nanoseconds;
+  }
+  if (times[1] < times[0]) return fail(ACL_ERROR_RT_EVENT_TIMESTAMP_REVERSAL, "the end event is before the start event");
+  *ms = static_cast<float>(times[1] - times[0]) / 1e6f;
+  return 0;
+}
+
+}  // extern "C"
