@@ -17,7 +17,7 @@ standin_sha256=9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a9642062
 checkpoint=(--checkpoint "$(realpath --relative-to=. -- "$standin")" --sha256 "$standin_sha256")
 for argument; do
   case $argument in
-    --checkp* | --check | --check=* | -h | --h | --he | --hel | --help) checkpoint=() ;;
+    --checkpoint | --checkpoint=* | --check | --check=* | -h | --help) checkpoint=() ;;
   esac
 done
 exec "$python" "$(realpath --relative-to=. -- "$project/inference.py")" ${checkpoint[@]+"${checkpoint[@]}"} "$@"

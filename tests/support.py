@@ -25,9 +25,13 @@ STANDIN_SHA256 = "9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a96420
 STANDIN_ARGS = ("--checkpoint", STANDIN, "--sha256", STANDIN_SHA256)
 
 # Variables of the person who runs the tests that would change what the program does.
-FOREIGN = ("ACL_", "ASCEND_", "CANNSIM_", "PYTEST_", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR", "TORCH_")
+FOREIGN = ("ACL_", "ASCEND_", "CANNSIM_", "LD_", "PYTEST_", "PYTHON", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR", "TORCH_")
 
 Environment = Mapping[str, "str | None"]
+
+
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
 
 
 def project_copy(directory: Path) -> Path:
@@ -191,9 +195,9 @@ class Cli:
 
     def environment(self, changes: Environment | None = None) -> dict[str, str]:
         """The environment of a run: that of the tests, less what would change the program, plus the simulator."""
-        variables = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        variables = clean_environment()
         variables["LD_LIBRARY_PATH"] = str(self.simulator)
-        variables["PATH"] = f"{self.simulator / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        variables["PATH"] = f"{self.simulator / 'bin'}{os.pathsep}{variables['PATH']}"
         for name, value in (changes or {}).items():
             if value is None:
                 variables.pop(name, None)
