@@ -1,0 +1,466 @@
+// Operators that work element by element: arithmetic, comparison, logic, activations.
+//
+// `kNumbers` and the like state which dtypes an operator takes on this SoC; Relu and Elu, for instance, have no DOUBLE.
+#include "opapi.h"
+
+namespace opapi {
+namespace {
+
+// ---- Functions -------------------------------------------------------------------------------------------------------
+
+// Integer overflow wraps, as in PyTorch.
+template <typename C, typename F>
+C wrapping(C a, C b, F f) {
+  if constexpr (std::is_integral_v<C>) return static_cast<C>(f(static_cast<uint64_t>(a), static_cast<uint64_t>(b)));
+  else return f(a, b);
+}
+constexpr auto add = [](auto a, auto b) { return wrapping(a, b, [](auto x, auto y) { return x + y; }); };
+constexpr auto sub = [](auto a, auto b) { return wrapping(a, b, [](auto x, auto y) { return x - y; }); };
+constexpr auto mul = [](auto a, auto b) { return wrapping(a, b, [](auto x, auto y) { return x * y; }); };
+constexpr auto neg = [](auto x) { return sub(decltype(x){0}, x); };
+
+// Unlike std::max and std::min these propagate NaN.
+constexpr auto maximum = [](auto a, auto b) { return a != a || a > b ? a : b; };
+constexpr auto minimum = [](auto a, auto b) { return a != a || a < b ? a : b; };
+
+template <typename C>
+void refuse_zero([[maybe_unused]] C divisor) {
+  if constexpr (std::is_integral_v<C>)
+    if (divisor == 0) throw DeviceFault{"integer division by zero"};
+}
+
+constexpr auto floor_divide = [](auto a, auto b) {
+  using C = decltype(a);
+  refuse_zero(b);
+  if constexpr (std::is_integral_v<C>) {
+    if (b == -1) return sub(C{0}, a);  // the quotient of the lowest number would trap
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+  } else {
+    if (b == 0) return a / b;
+    const C rest = std::fmod(a, b);
+    const C quotient = (a - rest) / b - (rest != 0 && (b < 0) != (rest < 0) ? 1 : 0);
+    if (quotient == 0) return std::copysign(C{0}, a / b);
+    const C below = std::floor(quotient);
+    return quotient - below > C{0.5} ? below + 1 : below;
+  }
+};
+constexpr auto trunc_divide = [](auto a, auto b) {
+  using C = decltype(a);
+  refuse_zero(b);
+  if constexpr (std::is_integral_v<C>) return b == -1 ? sub(C{0}, a) : a / b;
+  else return std::trunc(a / b);
+};
+constexpr auto fmod = [](auto a, auto b) {
+  using C = decltype(a);
+  refuse_zero(b);
+  if constexpr (std::is_integral_v<C>) return b == -1 ? C{0} : a % b;
+  else return std::fmod(a, b);
+};
+constexpr auto remainder = [](auto a, auto b) {  // takes the sign of the divisor, as in Python
+  const auto rest = fmod(a, b);
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+};
+constexpr auto power = [](auto base, auto exponent) {
+  using C = decltype(base);
+  if constexpr (std::is_integral_v<C>) {
+    if (exponent < 0) return base == 1 ? C{1} : base == -1 ? (exponent % 2 ? C{-1} : C{1}) : C{0};
+    C result = 1;
+    for (; exponent != 0; exponent >>= 1, base = mul(base, base))
+      if (exponent & 1) result = mul(result, base);
+    return result;
+  } else {
+    return std::pow(base, exponent);
+  }
+};
+
+constexpr auto sigmoid = [](auto x) { return 1 / (1 + std::exp(-x)); };
+constexpr auto log_sigmoid = [](auto x) { return std::min(x, decltype(x){0}) - std::log1p(std::exp(-std::abs(x))); };
+
+// ---- Shapes of operators ---------------------------------------------------------------------------------------------
+
+constexpr int64_t kFloor = 2, kTrunc = 1;  // the rounding modes of DivMod
+
+// `out` has the dtype of `self`.
+template <typename F>
+Kernel unary(In self, Out out, Dtypes allowed, F f) {
+  const aclTensor &x = tensor(self, "self", allowed), &y = tensor(out, "out");
+  require_shape(y, "out", x.shape);
+  require(y.dtype == x.dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(x.dtype));
+  return by_kind(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
+}
+
+// A function of the reals: integers become FLOAT.
+template <typename F>
+Kernel real(In self, Out out, F f) {
+  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out");
+  require_shape(y, "out", x.shape);
+  require_cast(floating(x.dtype), y);
+  if (floating(x.dtype) == ACL_DOUBLE) return map<double, 1>(y, {x}, f);
+  return map<float, 1>(y, {x}, f);
+}
+
+template <typename F>
+Kernel predicate(In self, Out out, F f) {
+  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kBool);
+  require_shape(y, "out", x.shape);
+  return by_kind(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
+}
+
+enum class Result { kPromoted, kReal, kBoolean };
+
+aclDataType result_type(Result result, aclDataType promoted, const aclTensor &out) {
+  if (result == Result::kBoolean) {
+    tensor(&out, "out", kBool);
+    return promoted;
+  }
+  if (result == Result::kReal) promoted = floating(promoted);
+  require_cast(promoted, out);
+  return promoted;
+}
+
+template <Result result = Result::kPromoted, typename F>
+Kernel binary(In self, In other, Out out, Dtypes allowed, F f) {
+  const aclTensor &a = tensor(self, "self", allowed), &b = tensor(other, "other", allowed), &y = tensor(out, "out");
+  require_shape(y, "out", broadcast(a.shape, b.shape));
+  return by_kind(result_type(result, promote(a.dtype, b.dtype), y),
+                 [&](auto c) { return map<decltype(c), 2>(y, {a, b}, f); });
+}
+
+template <Result result = Result::kPromoted, typename F>
+Kernel with_scalar(In self, Num other, Out out, Dtypes allowed, F f) {
+  const aclTensor &a = tensor(self, "self", allowed), &y = tensor(out, "out");
+  const aclScalar &b = scalar(other, "other");
+  require(in(b.dtype, allowed | kDouble | dtypes({ACL_INT64})), "other: dtype " + name_of(b.dtype) + " is not supported");
+  require_shape(y, "out", a.shape);
+  return by_kind(result_type(result, promote(a, b), y), [&](auto c) {
+    return map<decltype(c), 1>(y, {a}, [f, b = value<decltype(c)>(b)](auto x) { return f(x, b); });
+  });
+}
+
+// self + alpha * other and its like. `f` gets the product.
+template <typename F>
+Kernel scaled(In self, In other, Num alpha, Out out, Dtypes allowed, F f) {
+  const aclScalar &factor = scalar(alpha, "alpha");
+  const aclTensor &a = tensor(self, "self", allowed), &b = tensor(other, "other", allowed);
+  require(can_cast(factor.dtype, promote(a.dtype, b.dtype)), "alpha: dtype " + name_of(factor.dtype));
+  return binary(self, other, out, allowed, [f, factor](auto x, auto y) {
+    return f(x, mul(value<decltype(y)>(factor), y));
+  });
+}
+
+template <typename F>
+Kernel scaled(In self, Num other, Num alpha, Out out, Dtypes allowed, F f) {
+  const aclScalar &factor = scalar(alpha, "alpha");
+  require(can_cast(factor.dtype, promote(tensor(self, "self", allowed), scalar(other, "other"))),
+          "alpha: dtype " + name_of(factor.dtype));
+  return with_scalar(self, other, out, allowed, [f, factor](auto x, auto y) {
+    return f(x, mul(value<decltype(y)>(factor), y));
+  });
+}
+
+template <typename F>
+Kernel rounded_quotient(int64_t mode, F use) {
+  if (mode == kFloor) return use(floor_divide);
+  require(mode == kTrunc, "mode: " + std::to_string(mode) + " is neither 1 (trunc) nor 2 (floor)");
+  return use(trunc_divide);
+}
+
+constexpr auto divide = [](auto a, auto b) { return a / b; };
+constexpr Result kReal = Result::kReal, kBoolean = Result::kBoolean;
+
+Kernel div_mod(In self, In other, int64_t mode, Out out) {
+  if (mode == 0) return binary<kReal>(self, other, out, kAll, divide);
+  return rounded_quotient(mode, [&](auto f) { return binary(self, other, out, kNumbers, f); });
+}
+
+Kernel div_mods(In self, Num other, int64_t mode, Out out) {
+  if (mode == 0) return with_scalar<kReal>(self, other, out, kAll, divide);
+  return rounded_quotient(mode, [&](auto f) { return with_scalar(self, other, out, kNumbers, f); });
+}
+
+// NaN bounds make every element NaN. A missing bound is no bound.
+Kernel clamp(In self, Num min, Num max, Out out) {
+  require(min != nullptr || max != nullptr, "min and max are both null");
+  if (max == nullptr) return with_scalar(self, min, out, kNumbers, maximum);
+  if (min == nullptr) return with_scalar(self, max, out, kNumbers, minimum);
+  const aclTensor &x = tensor(self, "self", kNumbers), &y = tensor(out, "out", kNumbers);
+  const aclScalar &low = scalar(min, "min"), &high = scalar(max, "max");
+  require_shape(y, "out", x.shape);
+  aclTensor widened = x;  // torch.result_type of all three
+  widened.dtype = promote(x, low);
+  widened.dtype = promote(widened, high);
+  require_cast(widened.dtype, y);
+  return by_kind(widened.dtype, [&](auto c) {
+    using C = decltype(c);
+    return map<C, 1>(y, {x}, [low = value<C>(low), high = value<C>(high)](C v) {
+      return minimum(maximum(v, low), high);
+    });
+  });
+}
+
+Kernel clamp(In self, In min, In max, Out out) {
+  require(min != nullptr || max != nullptr, "min and max are both null");
+  if (max == nullptr) return binary(self, min, out, kNumbers, maximum);
+  if (min == nullptr) return binary(self, max, out, kNumbers, minimum);
+  const aclTensor &x = tensor(self, "self", kNumbers), &low = tensor(min, "min", kNumbers),
+                  &high = tensor(max, "max", kNumbers), &y = tensor(out, "out", kNumbers);
+  require_shape(y, "out", broadcast(x.shape, broadcast(low.shape, high.shape)));
+  const aclDataType dtype = promote(x.dtype, promote(low.dtype, high.dtype));
+  require_cast(dtype, y);
+  return by_kind(dtype, [&](auto c) {
+    return map<decltype(c), 3>(y, {x, low, high},
+                               [](auto v, auto lowest, auto highest) { return minimum(maximum(v, lowest), highest); });
+  });
+}
+
+Kernel bitwise_not(In self, Out out) {
+  if (tensor(self, "self", kInts | kBool).dtype == ACL_BOOL)
+    return unary(self, out, kBool, [](auto x) { return x == 0; });
+  return unary(self, out, kInts, [](auto x) {
+    if constexpr (std::is_integral_v<decltype(x)>) return ~x;
+    else return x;
+  });
+}
+
+// Only ever called on integers; the floating instantiations exist because dtypes are chosen at run time.
+template <typename F>
+auto bitwise(F f) {
+  return [f](auto a, auto b) { return f(static_cast<int64_t>(a), static_cast<int64_t>(b)); };
+}
+constexpr auto bit_and = [](int64_t a, int64_t b) { return a & b; };
+constexpr auto bit_or = [](int64_t a, int64_t b) { return a | b; };
+constexpr auto bit_xor = [](int64_t a, int64_t b) { return a ^ b; };
+
+Kernel elu(In self, Num alpha, Num scale, Num input_scale, Out out) {
+  const auto a = value<float>(scalar(alpha, "alpha")), s = value<float>(scalar(scale, "scale")),
+             i = value<float>(scalar(input_scale, "inputScale"));
+  return unary(self, out, kFloats, [=](auto x) { return x > 0 ? x * s : std::expm1(x * i) * (a * s); });
+}
+
+Kernel leaky_relu(In self, Num slope, Out out) {
+  const auto s = value<double>(scalar(slope, "negativeSlope"));
+  return unary(self, out, kFloats | kDouble, [=](auto x) { return x > 0 ? x : x * static_cast<decltype(x)>(s); });
+}
+
+Kernel softplus(In self, Num beta, Num threshold, Out out) {
+  const auto b = value<float>(scalar(beta, "beta")), t = value<float>(scalar(threshold, "threshold"));
+  return unary(self, out, kFloats, [=](auto x) { return x * b > t ? x : std::log1p(std::exp(x * b)) / b; });
+}
+
+Kernel hardtanh(In self, Num min, Num max, Out out) {
+  return unary(self, out, kFloats, [low = value<float>(scalar(min, "clipValueMin")),
+                                    high = value<float>(scalar(max, "clipValueMax"))](auto x) {
+    using C = decltype(x);
+    return minimum(maximum(x, static_cast<C>(low)), static_cast<C>(high));
+  });
+}
+
+constexpr auto gelu_erf = [](auto x) {
+  using C = decltype(x);
+  return C(0.5) * x * (1 + std::erf(x * C(0.70710678118654752440)));
+};
+constexpr auto gelu_tanh = [](auto x) {
+  using C = decltype(x);
+  return C(0.5) * x * (1 + std::tanh(C(0.79788456080286535588) * (x + C(0.044715) * x * x * x)));
+};
+
+Kernel gelu(In self, int64_t approximate, Out out) {
+  require(approximate == 0 || approximate == 1, "approximate: " + std::to_string(approximate) + " is neither 0 nor 1");
+  return approximate ? unary(self, out, kFloats, gelu_tanh) : unary(self, out, kFloats, gelu_erf);
+}
+
+Kernel log_sigmoid_forward(In self, Out out, Out buffer) {
+  tensor(buffer, "buffer");  // for the backward pass alone
+  return unary(self, out, kFloats, log_sigmoid);
+}
+
+// (1 - target) * x - weight_of_positives(target) * log_sigmoid(x), times weight.
+Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
+  require(reduction == 0, "reduction: only 0 (none) is simulated");
+  const aclTensor &x = tensor(self, "self", kFloats), &t = tensor(target, "target", kFloats),
+                  &y = tensor(out, "out", kFloats);
+  require_shape(t, "target", x.shape);
+  require_shape(y, "out", x.shape);
+  require(t.dtype == x.dtype && y.dtype == x.dtype, "target and out must have the dtype of self");
+  aclTensor w = x, p = x;  // stand-ins, not read, where there is no weight
+  if (weight) w = tensor(weight, "weight", kFloats);
+  if (pos_weight) p = tensor(pos_weight, "posWeight", kFloats);
+  require(broadcast(w.shape, x.shape) == x.shape, "weight: shape " + text(w.shape) + " does not fit self");
+  require(broadcast(p.shape, x.shape) == x.shape, "posWeight: shape " + text(p.shape) + " does not fit self");
+  return map<float, 4>(y, {x, t, w, p}, [weighted = weight != nullptr, positive = pos_weight != nullptr](
+                                            float logit, float label, float factor, float of_positives) {
+    const float log_weight = positive ? (of_positives - 1) * label + 1 : 1;
+    const float loss = (1 - label) * logit - log_weight * log_sigmoid(logit);
+    return weighted ? loss * factor : loss;
+  });
+}
+
+Kernel is_close(In self, In other, double rtol, double atol, bool equal_nan, Out out) {
+  return binary<kBoolean>(self, other, out, kAll, [=](auto a, auto b) {
+    if (a == b || (equal_nan && a != a && b != b)) return true;
+    const double difference = std::abs(static_cast<double>(a) - static_cast<double>(b));
+    return std::isfinite(difference) && difference <= atol + std::abs(rtol * static_cast<double>(b));
+  });
+}
+
+Kernel where(In condition, In self, In other, Out out) {
+  const aclTensor &c = tensor(condition, "condition", kBool | dtypes({ACL_UINT8})), &a = tensor(self, "self"),
+                  &b = tensor(other, "other"), &y = tensor(out, "out");
+  require_shape(y, "out", broadcast(c.shape, broadcast(a.shape, b.shape)));
+  const aclDataType dtype = promote(a.dtype, b.dtype);
+  require(y.dtype == dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(dtype));
+  return by_kind(dtype, [&](auto k) {
+    return map<decltype(k), 3>(y, {c, a, b}, [](auto chosen, auto x, auto z) { return chosen != 0 ? x : z; });
+  });
+}
+
+Kernel masked_fill(Out self, In mask, const aclScalar &number) {
+  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool);
+  require(broadcast(x.shape, m.shape) == x.shape, "mask: shape " + text(m.shape) + " does not fit " + text(x.shape));
+  require(can_cast(number.dtype, x.dtype), "value: dtype " + name_of(number.dtype));
+  return by_kind(x.dtype, [&](auto c) {
+    using C = decltype(c);
+    return map<C, 2>(x, {x, m}, [v = value<C>(number)](C old, C chosen) { return chosen != 0 ? v : old; });
+  });
+}
+
+Kernel masked_fill(Out self, In mask, In number) {
+  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool), &v = tensor(number, "value");
+  require(broadcast(x.shape, m.shape) == x.shape, "mask: shape " + text(m.shape) + " does not fit " + text(x.shape));
+  require(v.shape.empty() || v.shape == Shape{1}, "value: shape " + text(v.shape) + ", expected one element");
+  return by_kind(x.dtype, [&](auto c) {
+    return map<decltype(c), 3>(x, {x, m, v}, [](auto old, auto chosen, auto n) { return chosen != 0 ? n : old; });
+  });
+}
+
+}  // namespace
+
+// ---- The operators ---------------------------------------------------------------------------------------------------
+
+// aclnnX(self, out) and aclnnInplaceX(self)
+#define UNARY(NAME, ALLOWED, ...)                                                  \
+  ACLNN(aclnn##NAME, (In self, Out out), unary(self, out, ALLOWED, __VA_ARGS__))   \
+  ACLNN(aclnnInplace##NAME, (Out self), unary(self, self, ALLOWED, __VA_ARGS__))
+#define REAL(NAME, ...)                                                  \
+  ACLNN(aclnn##NAME, (In self, Out out), real(self, out, __VA_ARGS__))   \
+  ACLNN(aclnnInplace##NAME, (Out self), real(self, self, __VA_ARGS__))
+
+// A tensor and a tensor, a tensor and a number, and both in place, named aclnnX<TENSOR> and aclnnX<SCALAR>.
+#define BINARY(NAME, TENSOR, SCALAR, RESULT, ALLOWED, ...)                                                            \
+  ACLNN(aclnn##NAME##TENSOR, (In self, In other, Out out), binary<RESULT>(self, other, out, ALLOWED, __VA_ARGS__))    \
+  ACLNN(aclnn##NAME##SCALAR, (In self, Num other, Out out),                                                           \
+        with_scalar<RESULT>(self, other, out, ALLOWED, __VA_ARGS__))                                                  \
+  ACLNN(aclnnInplace##NAME##TENSOR, (Out self, In other), binary<RESULT>(self, other, self, ALLOWED, __VA_ARGS__))    \
+  ACLNN(aclnnInplace##NAME##SCALAR, (Out self, Num other),                                                            \
+        with_scalar<RESULT>(self, other, self, ALLOWED, __VA_ARGS__))
+#define SCALED(NAME, ALLOWED, F)                                                                                      \
+  ACLNN(aclnn##NAME, (In self, In other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))            \
+  ACLNN(aclnn##NAME##s, (In self, Num other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))        \
+  ACLNN(aclnnInplace##NAME, (Out self, In other, Num alpha), scaled(self, other, alpha, self, ALLOWED, F))            \
+  ACLNN(aclnnInplace##NAME##s, (Out self, Num other, Num alpha), scaled(self, other, alpha, self, ALLOWED, F))
+
+constexpr Result kPromoted = Result::kPromoted;
+
+SCALED(Add, kAll, add)
+SCALED(Sub, kNumbers, sub)
+BINARY(Mul, , s, kPromoted, kAll, mul)
+BINARY(Div, , s, kReal, kAll, divide)
+BINARY(FloorDivide, , s, kPromoted, kNumbers, floor_divide)
+ACLNN(aclnnDivMod, (In self, In other, int mode, Out out), div_mod(self, other, mode, out))
+ACLNN(aclnnDivMods, (In self, Num other, int mode, Out out), div_mods(self, other, mode, out))
+ACLNN(aclnnInplaceDivMod, (Out self, In other, int mode), div_mod(self, other, mode, self))
+ACLNN(aclnnInplaceDivMods, (Out self, Num other, int mode), div_mods(self, other, mode, self))
+BINARY(Fmod, Tensor, Scalar, kPromoted, kNumbers, fmod)
+BINARY(Remainder, TensorTensor, TensorScalar, kPromoted, kNumbers, remainder)
+BINARY(Pow, TensorTensor, TensorScalar, kPromoted, kNumbers, power)
+ACLNN(aclnnAddV3, (Num self, In other, Num alpha, Out out),
+      with_scalar(other, self, out, kAll, [f = scalar(alpha, "alpha")](auto x, auto y) {
+        return add(y, mul(value<decltype(x)>(f), x));
+      }))
+ACLNN(aclnnRsubs, (In self, Num other, Num alpha, Out out),
+      with_scalar(self, other, out, kNumbers, [f = scalar(alpha, "alpha")](auto x, auto y) {
+        return sub(y, mul(value<decltype(x)>(f), x));
+      }))
+ACLNN(aclnnRsub, (In self, In other, Num alpha, Out out), scaled(other, self, alpha, out, kNumbers, sub))
+ACLNN(aclnnRemainderScalarTensor, (Num self, In other, Out out),
+      with_scalar(other, self, out, kNumbers, [](auto x, auto y) { return remainder(y, x); }))
+ACLNN(aclnnPowScalarTensor, (Num self, In other, Out out),
+      with_scalar(other, self, out, kNumbers, [](auto x, auto y) { return power(y, x); }))
+ACLNN(aclnnMaximum, (In self, In other, Out out), binary(self, other, out, kAll, maximum))
+ACLNN(aclnnMinimum, (In self, In other, Out out), binary(self, other, out, kAll, minimum))
+
+ACLNN(aclnnClamp, (In self, Num min, Num max, Out out), clamp(self, min, max, out))
+ACLNN(aclnnClampMin, (In self, Num min, Out out), clamp(self, min, nullptr, out))
+ACLNN(aclnnClampMax, (In self, Num max, Out out), clamp(self, nullptr, max, out))
+ACLNN(aclnnInplaceClampMax, (Out self, Num max), clamp(self, nullptr, max, self))
+ACLNN(aclnnClampTensor, (In self, In min, In max, Out out), clamp(self, min, max, out))
+ACLNN(aclnnClampMinTensor, (In self, In min, Out out), clamp(self, min, nullptr, out))
+ACLNN(aclnnClampMaxTensor, (In self, In max, Out out), clamp(self, nullptr, max, out))
+ACLNN(aclnnInplaceClampMinTensor, (Out self, In min), clamp(self, min, nullptr, self))
+ACLNN(aclnnInplaceClampMaxTensor, (Out self, In max), clamp(self, nullptr, max, self))
+
+BINARY(Eq, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a == b; })
+BINARY(Ne, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a != b; })
+BINARY(Lt, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a < b; })
+BINARY(Le, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a <= b; })
+BINARY(Gt, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a > b; })
+BINARY(Ge, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a >= b; })
+BINARY(BitwiseAnd, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_and))
+BINARY(BitwiseOr, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_or))
+BINARY(BitwiseXor, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_xor))
+ACLNN(aclnnBitwiseNot, (In self, Out out), bitwise_not(self, out))
+
+#define LOGICAL(NAME, ...)                                                                                            \
+  ACLNN(aclnnLogical##NAME, (In self, In other, Out out), binary<kBoolean>(self, other, out, kAll, __VA_ARGS__))      \
+  ACLNN(aclnnInplaceLogical##NAME, (Out self, In other), binary<kBoolean>(self, other, self, kAll, __VA_ARGS__))
+LOGICAL(And, [](auto a, auto b) { return a != 0 && b != 0; })
+LOGICAL(Or, [](auto a, auto b) { return a != 0 || b != 0; })
+LOGICAL(Xor, [](auto a, auto b) { return (a != 0) != (b != 0); })
+ACLNN(aclnnLogicalNot, (In self, Out out), predicate(self, out, [](auto x) { return x == 0; }))
+ACLNN(aclnnInplaceLogicalNot, (Out self), predicate(self, self, [](auto x) { return x == 0; }))
+ACLNN(aclnnIsFinite, (In self, Out out), predicate(self, out, [](auto x) { return std::isfinite(double(x)); }))
+ACLNN(aclnnIsInf, (In self, Out out), predicate(self, out, [](auto x) { return std::isinf(double(x)); }))
+ACLNN(aclnnIsClose, (In self, In other, double rtol, double atol, bool equal_nan, Out out),
+      is_close(self, other, rtol, atol, equal_nan, out))
+
+UNARY(Neg, kNumbers, neg)
+UNARY(Abs, kNumbers, [](auto x) { return x < 0 ? neg(x) : x == 0 ? decltype(x){0} : x; })
+UNARY(Ceil, kFloats | kDouble, [](auto x) { return std::ceil(x); })
+UNARY(Floor, kFloats | kDouble, [](auto x) { return std::floor(x); })
+UNARY(Round, kFloats | kDouble | kInts, [](auto x) { return std::nearbyint(x); })  // ties to even
+UNARY(Trunc, kFloats | kDouble, [](auto x) { return std::trunc(x); })
+UNARY(Sign, kAll, [](auto x) { return (x > 0) - (x < 0); })
+UNARY(Relu, kFloats | dtypes({ACL_INT8, ACL_INT32, ACL_INT64}), [](auto x) { return maximum(x, decltype(x){0}); })
+UNARY(Silu, kFloats, [](auto x) { return x / (1 + std::exp(-x)); })
+ACLNN(aclnnGelu, (In self, Out out), gelu(self, 0, out))
+ACLNN(aclnnGeluV2, (In self, int64_t approximate, Out out), gelu(self, approximate, out))
+ACLNN(aclnnElu, (In self, Num alpha, Num scale, Num input_scale, Out out), elu(self, alpha, scale, input_scale, out))
+ACLNN(aclnnInplaceElu, (Out self, Num alpha, Num scale, Num input_scale), elu(self, alpha, scale, input_scale, self))
+ACLNN(aclnnLeakyRelu, (In self, Num slope, Out out), leaky_relu(self, slope, out))
+ACLNN(aclnnInplaceLeakyRelu, (Out self, Num slope), leaky_relu(self, slope, self))
+ACLNN(aclnnSoftplus, (In self, Num beta, Num threshold, Out out), softplus(self, beta, threshold, out))
+ACLNN(aclnnHardtanh, (In self, Num min, Num max, Out out), hardtanh(self, min, max, out))
+ACLNN(aclnnLogSigmoidForward, (In self, Out out, Out buffer), log_sigmoid_forward(self, out, buffer))
+
+REAL(Exp, [](auto x) { return std::exp(x); })
+REAL(Expm1, [](auto x) { return std::expm1(x); })
+REAL(Log, [](auto x) { return std::log(x); })
+REAL(Log1p, [](auto x) { return std::log1p(x); })
+REAL(Sqrt, [](auto x) { return std::sqrt(x); })
+REAL(Rsqrt, [](auto x) { return 1 / std::sqrt(x); })
+REAL(Reciprocal, [](auto x) { return 1 / x; })
+REAL(Sin, [](auto x) { return std::sin(x); })
+REAL(Cos, [](auto x) { return std::cos(x); })
+REAL(Erf, [](auto x) { return std::erf(x); })
+REAL(Tanh, [](auto x) { return std::tanh(x); })
+REAL(Atanh, [](auto x) { return std::atanh(x); })
+REAL(Sigmoid, sigmoid)
+
+ACLNN(aclnnBinaryCrossEntropyWithLogits,
+      (In self, In target, In weight, In pos_weight, int64_t reduction, Out out),
+      cross_entropy_with_logits(self, target, weight, pos_weight, reduction, out))
+ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), where(condition, self, other, out))
+ACLNN(aclnnInplaceMaskedFillScalar, (Out self, In mask, Num value), masked_fill(self, mask, scalar(value, "value")))
+ACLNN(aclnnInplaceMaskedFillTensor, (Out self, In mask, In value), masked_fill(self, mask, value))
+
+}  // namespace opapi
