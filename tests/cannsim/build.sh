@@ -50,6 +50,7 @@ flock 9
 
 stamp=$({
   "$cxx" --version | head -n 1
+  echo "${CXXFLAGS:-}"
   echo "$npu"
   cat "$npu/version.py"
   stat -c '%s %Y' "$npu"/lib/*.so
@@ -73,7 +74,8 @@ nm -D --defined-only "${libraries[@]}" "$torch"/lib/*.so |
   awk 'NF == 3 {sub(/@.*/, "", $3); print $3}' | sort -u >"$work/provided"
 comm -23 "$work/wanted" "$work/provided" >"$work/cann"
 
-flags=(-O2 -std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers")
+read -ra user_flags <<<"${CXXFLAGS:-}"
+flags=(-O2 -std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers" "${user_flags[@]+"${user_flags[@]}"}")
 
 # At most two compilers at a time.
 objects_runtime=()

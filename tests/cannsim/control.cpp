@@ -13,7 +13,6 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
-#include <new>
 #include <sstream>
 
 extern char **environ;
@@ -24,15 +23,25 @@ namespace {
 std::atomic<State *> current{nullptr};
 std::mutex creation_mutex;
 
-void forget_parent() {
-  // Another thread of the parent may have held the lock when it forked.
-  new (&creation_mutex) std::mutex;
+// Around fork, so that the child finds the state whole.
+void before_fork() {
+  creation_mutex.lock();
+  if (State *const s = current.load()) s->mutex.lock();
+}
+
+void after_fork() {
+  if (State *const s = current.load()) s->mutex.unlock();
+  creation_mutex.unlock();
+}
+
+void in_child() {
   State *const parent = current.exchange(nullptr);
   if (parent != nullptr) {
-    // Only the descriptors: the parent's lock on its registry file must end with the parent, not with this child.
-    if (parent->registry_fd >= 0) close(parent->registry_fd);
+    // The parent's locks on its registry files must end with the parent, not with this child.
+    for (const auto &entry : parent->contexts) close(entry.second->registry_fd);
     if (parent->trace_fd >= 0) close(parent->trace_fd);
   }
+  creation_mutex.unlock();
 }
 
 std::string variable(const char *name, const char *fallback) {
@@ -196,6 +205,7 @@ Settings::Settings() {
   if (!known_smi_mode(smi_mode)) {
     malformed("CANNSIM_NPU_SMI", smi_mode, "expected 25, 26, none, container, error, hang or file:PATH");
   }
+  driver_version = smi_mode == "26" || smi_mode == "container" ? "26.0.rc1" : "25.5.1";
 
   const char *const list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
   if (list == nullptr) {
@@ -224,7 +234,7 @@ State &state() {
     const std::lock_guard<std::mutex> lock(creation_mutex);
     existing = current.load(std::memory_order_acquire);
     if (existing == nullptr) {
-      static const int registered = pthread_atfork(nullptr, nullptr, forget_parent);
+      static const int registered = pthread_atfork(before_fork, after_fork, in_child);
       (void)registered;
       existing = new State;
       current.store(existing, std::memory_order_release);

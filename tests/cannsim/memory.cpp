@@ -1,12 +1,11 @@
 // Device and host memory: allocation, the table of device addresses, copies.
 //
-// Device memory is one memfd mapped twice. The address handed out lies in a mapping without any access, so that host
-// code that dereferences it dies as with hardware; the simulator works on the other mapping, found through a table.
+// Device memory is one piece of shared memory that is mapped twice. The address handed out lies in a mapping without any
+// access, so that host code that dereferences it dies as with hardware; the simulator works on the other mapping, found
+// through a table.
 #include "runtime.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -20,22 +19,19 @@ constexpr size_t poisoned_at_most = size_t{64} << 20;
 
 size_t round_up(size_t bytes) { return (bytes + page - 1) / page * page; }
 
-// Reserves address space, not memory. The caller holds memory_mutex.
+// Reserves address space, not memory. Anonymous rather than a memfd, which RLIMIT_FSIZE would limit. The caller holds
+// memory_mutex.
 bool map_window(State &s) {
   if (s.window != nullptr) return true;
   const size_t bytes = s.settings.visible.size() * s.settings.hbm_bytes;
-  const int fd = memfd_create("cannsim-hbm", MFD_CLOEXEC);
-  if (fd < 0) return false;
-  void *window = MAP_FAILED;
-  void *backing = MAP_FAILED;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) == 0) {
-    window = mmap(nullptr, bytes, PROT_NONE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-    backing = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  }
-  close(fd);
-  if (window == MAP_FAILED || backing == MAP_FAILED) {
+  void *const backing =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (backing == MAP_FAILED) return false;
+  // With an old size of 0 a shared mapping is not moved but mapped once more.
+  void *const window = mremap(backing, 0, bytes, MREMAP_MAYMOVE);
+  if (window == MAP_FAILED || mprotect(window, bytes, PROT_NONE) != 0) {
     if (window != MAP_FAILED) munmap(window, bytes);
-    if (backing != MAP_FAILED) munmap(backing, bytes);
+    munmap(backing, bytes);
     return false;
   }
   // A forked child has no business with its parent's device.
@@ -114,7 +110,7 @@ int allocate(void **address, size_t bytes) {
   }
   // Fresh memory is not zero on hardware either: NaN as a float, -1 as an integer.
   std::memset(s.backing + block.offset, 0xff, std::min(block.extent, poisoned_at_most));
-  registry_refresh_memory();
+  registry_show_memory(context->device);
   return 0;
 }
 
@@ -258,15 +254,17 @@ aclError aclrtMallocAlign32(void **devPtr, size_t size, aclrtMemMallocPolicy) {
 aclError aclrtFree(void *devPtr) {
   CANNSIM_ENTER();
   State &s = state();
+  int device = 0;
   {
     const std::lock_guard<std::mutex> lock(s.memory_mutex);
     const auto entry = s.blocks.find(reinterpret_cast<uintptr_t>(devPtr));
     if (entry == s.blocks.end()) {
       return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtFree of an address that aclrtMalloc did not hand out");
     }
+    device = entry->second.device;
     cannsim::drop(s, entry);
   }
-  cannsim::registry_refresh_memory();
+  cannsim::registry_show_memory(device);
   return 0;
 }
 

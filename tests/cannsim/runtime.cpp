@@ -1,16 +1,9 @@
-// Initialisation, devices, contexts, versions and properties, and the file by which npu-smi finds this process.
+// Initialisation, devices, contexts, versions and properties.
 #include "runtime.h"
 
 #include <acl/acl_op_compiler.h>
 
-#include <dirent.h>
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstdlib>
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <iterator>
@@ -32,13 +25,12 @@ Context *activate(int device) {
   Context *const context = new Context;
   context->device = device;
   context->physical = s.settings.visible[static_cast<size_t>(device)];
-  s.contexts[device] = context;
   std::string problem;
-  if (!registry_update(&problem)) {
-    s.contexts.erase(device);
+  if (!registry_add(context, &problem)) {
     fail(ACL_ERROR_RT_DEV_SETUP_ERROR, "the process cannot be made known to npu-smi: " + problem);
     return nullptr;
   }
+  s.contexts[device] = context;
   return context;
 }
 
@@ -51,49 +43,16 @@ void reset(Context *context) {
     streams.assign(context->streams.begin(), context->streams.end());
     s.contexts.erase(context->device);
     context->alive = false;
+    registry_remove(context);
   }
   for (Stream *const stream : streams) destroy_stream(stream);
   release_device_memory(context->device);
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  std::string problem;
-  registry_update(&problem);
 }
 
 int uninitialised() { return fail(ACL_ERROR_UNINITIALIZE, "aclInit has not been called"); }
 
-// A directory of this user's alone: where a foreigner could plant a file, no answer of npu-smi would mean anything.
-bool registry_directory(std::string *path, std::string *problem) {
-  const char *const runtime_dir = std::getenv("XDG_RUNTIME_DIR");
-  std::string base = runtime_dir != nullptr && *runtime_dir != '\0' ? runtime_dir : "/dev/shm";
-  if (access(base.c_str(), W_OK | X_OK) != 0) base = "/tmp";
-  *path = base + "/cannsim-" + std::to_string(geteuid());
-  if (mkdir(path->c_str(), 0700) != 0 && errno != EEXIST) {
-    *problem = *path + ": " + std::strerror(errno);
-    return false;
-  }
-  struct stat info{};
-  if (lstat(path->c_str(), &info) != 0 || !S_ISDIR(info.st_mode) || info.st_uid != geteuid() ||
-      (info.st_mode & 077) != 0) {
-    *problem = *path + " is not a directory that belongs to this user alone";
-    return false;
-  }
-  return true;
-}
-
-// "PHYSICAL_ID BYTES" lines, padded to one size so that a rewrite needs no truncation.
-std::string registry_text() {
-  State &s = state();
-  std::string text;
-  for (const auto &entry : s.contexts) {
-    text += std::to_string(entry.second->physical) + " " + std::to_string(used_memory(entry.first)) + "\n";
-  }
-  text.resize(4096, '\n');
-  return text;
-}
-
-const char *package_version(const std::string &package) {
-  if (package == "driver") return "25.5.1";
-  return state().settings.cann_version.c_str();
+const std::string &package_version(const std::string &package) {
+  return package == "driver" ? state().settings.driver_version : state().settings.cann_version;
 }
 
 void copy_text(char *to, size_t room, const std::string &text) {
@@ -102,46 +61,6 @@ void copy_text(char *to, size_t room, const std::string &text) {
 }
 
 }  // namespace
-
-bool registry_update(std::string *problem) {
-  State &s = state();
-  if (s.contexts.empty()) {
-    if (s.registry_fd >= 0) {
-      unlink(s.registry_path.c_str());
-      close(s.registry_fd);
-      s.registry_fd = -1;
-    }
-    return true;
-  }
-  if (s.registry_fd < 0) {
-    std::string directory;
-    if (!registry_directory(&directory, problem)) return false;
-    const std::string path = directory + "/" + std::to_string(getpid());
-    const std::string draft = path + ".new";
-    unlink(draft.c_str());
-    const int fd = open(draft.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-    // Locked before it gets its name: npu-smi takes an unlocked file for that of a dead process.
-    if (fd < 0 || flock(fd, LOCK_EX | LOCK_NB) != 0 || rename(draft.c_str(), path.c_str()) != 0) {
-      *problem = path + ": " + std::strerror(errno);
-      if (fd >= 0) close(fd);
-      return false;
-    }
-    s.registry_fd = fd;
-    s.registry_path = path;
-  }
-  const std::string text = registry_text();
-  if (pwrite(s.registry_fd, text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
-    *problem = s.registry_path + ": " + std::strerror(errno);
-    return false;
-  }
-  return true;
-}
-
-void registry_refresh_memory() {
-  const std::lock_guard<std::mutex> lock(state().mutex);
-  std::string problem;
-  if (state().registry_fd >= 0) registry_update(&problem);
-}
 
 Context *need_context() {
   State &s = state();
@@ -237,9 +156,8 @@ aclError aclrtGetDevice(int32_t *deviceId) {
   if (deviceId == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtGetDevice to nullptr");
   const std::lock_guard<std::mutex> lock(state().mutex);
   const Context *const context = thread().context;
-  if (context == nullptr || !context->alive) {
-    return fail(ACL_ERROR_RT_CONTEXT_NULL, "no device has been set in this thread");
-  }
+  // A question, and torch_npu asks it often: it leaves no error message behind.
+  if (context == nullptr || !context->alive) return ACL_ERROR_RT_CONTEXT_NULL;
   *deviceId = context->device;
   return 0;
 }

@@ -1,4 +1,4 @@
-// The state behind libascendcl.so, shared by control.cpp, memory.cpp, stream.cpp and runtime.cpp.
+// The state behind libascendcl.so, shared by its source files.
 //
 // One State per process: made at the first call, made anew in a forked child (a process that has imported torch_npu but
 // not touched a device can be forked), and never destroyed, because stream threads outlive static destructors.
@@ -35,6 +35,7 @@ struct Settings {
   uint64_t hbm_bytes = 0;          // of each device
   std::string soc;
   std::string cann_version;
+  std::string driver_version;      // of the driver whose npu-smi is imitated
   std::string error;               // what is malformed, or empty
 
   Settings();
@@ -82,13 +83,15 @@ struct Context {
   bool alive = true;
   std::set<Stream *> streams;
   Stream *default_stream = nullptr;
+  int registry_fd = -1;  // see registry.cpp
+  std::string registry_path;
 };
 
 // A live allocation of device memory.
 struct Block {
   size_t bytes = 0;   // as asked for
   size_t extent = 0;  // as reserved: whole pages
-  size_t offset = 0;  // in the memfd
+  size_t offset = 0;  // in the window
   int device = 0;
 };
 
@@ -109,12 +112,10 @@ struct State {
   int next_stream_id = 0;
   std::map<int, int64_t> system_parameters;
   std::map<int, std::string> compile_options;
-  int registry_fd = -1;
-  std::string registry_path;
 
   std::mutex memory_mutex;  // guards these; the innermost lock
   unsigned char *window = nullptr;   // PROT_NONE: what device addresses point into
-  unsigned char *backing = nullptr;  // the same memfd, readable: what the simulator works on
+  unsigned char *backing = nullptr;  // the same memory, readable: what the simulator works on
   size_t window_bytes = 0;
   std::map<uintptr_t, Block> blocks;                 // by device address
   std::vector<std::map<size_t, size_t>> free_space;  // per device: offset -> bytes
@@ -155,9 +156,10 @@ const Block *find_block(const void *address, size_t bytes);
 void release_device_memory(int device);
 uint64_t used_memory(int device);
 
-// npu-smi lists a process while it holds a context: one locked file per process. Called with state().mutex held.
-bool registry_update(std::string *problem);
-void registry_refresh_memory();
+// npu-smi lists a process while it holds a context. The caller of the first two holds state().mutex.
+bool registry_add(Context *context, std::string *problem);
+void registry_remove(Context *context);
+void registry_show_memory(int device);
 
 std::string json_escape(const std::string &text);
 
