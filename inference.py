@@ -1,0 +1,1601 @@
+#!/usr/bin/env python3
+"""Run one Stable-Baselines3 PPO checkpoint deterministically on an Ascend NPU and leave evidence of it.
+
+    python3 inference.py --hold-seconds 8
+    python3 inference.py --checkpoint my_ppo.zip --sha256 "$(sha256sum my_ppo.zip | cut -c1-64)"
+
+The stages, in the order they run (and the order in which this file reads):
+
+  verify    size, SHA256 and structure of the checkpoint, with the standard library alone
+  npu       torch_npu is imported, npu:0 is set and computes something; names and versions
+  load      PPO.load from the verified bytes; every parameter on npu:0, bit for bit the checkpoint's
+  ready     logs/npu_ready.marker with the PID, a hold, and what npu-smi says about that PID meanwhile
+  forward   one deterministic pass on npu:0, run twice and compared bit for bit
+  final     the log is closed and sealed, then logs/npu_result.json is written: last, and atomically
+
+Exit codes: 0 success, 1 a bug in this program, 2 usage, 3 checkpoint missing or rejected, 4 no NPU, 5 loading or
+placement failed, 6 forward failed or the device hung, 7 evidence cannot be written or another run is writing it,
+8 --check found no good run, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
+
+Nothing runs on the CPU in the NPU's place: not the process, not a tensor, not an operator. A checkpoint is untrusted
+input: it is read once, hashed, and loaded from those same bytes, and nothing in it is unpickled with arbitrary globals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+    from stable_baselines3 import PPO
+
+PROJECT = Path(__file__).resolve().parent
+DEVICE = "npu:0"
+
+# The pinned checkpoint: HumanCompatibleAI/ppo-seals-CartPole-v0 at the revision below.
+CHECKPOINT_NAME = "ppo-seals-CartPole-v0.zip"
+CHECKPOINT_BYTES = 139005
+CHECKPOINT_SHA256 = "4e57a2618e1ab32ee4c5267874ae9f630896bc73991bd68392f5c78e4ecf738d"
+MODEL_ID = "HumanCompatibleAI/ppo-seals-CartPole-v0"
+SOURCE_REVISION = "a86541dd3744275227cb16d07192967fc6b7775e"
+LICENSE = "not-declared"  # the upstream card declares none, and a licence is never guessed
+
+# From the upstream card. In the file they are closures of Python 3.8, which no other version can unpickle; they steer
+# training alone and take no part in a forward.
+LEARNING_RATE = 0.0012403278189645594
+CLIP_RANGE = 0.4
+
+# Measured with the pinned checkpoint and the zero observation on an Ascend910B4-1 (CANN 8.5.1, torch_npu 2.9.0).
+# Another chip or CANN version may differ in the last bits, never in the action.
+PUBLISHED = {
+    "action": [0],
+    "value": [[196.2478790283203]],
+    "log_prob": [-0.30756598711013794],
+    "probs": [[0.7352343797683716, 0.26476559042930603]],
+    "logits": [[-0.30756598711013794, -1.3289103507995605]],
+    "entropy": [0.5779828429222107],
+}
+TOLERANCE = 1e-3  # relative for the value, absolute for the rest
+
+# What SB3 writes into a checkpoint, from 1.0rc0 to 2.9; anything else is no checkpoint of SB3's.
+REQUIRED_MEMBERS = {"data", "policy.pth", "policy.optimizer.pth"}
+OPTIONAL_MEMBERS = {"pytorch_variables.pth", "_stable_baselines3_version", "system_info.txt"}
+MAX_EXPANDED_BYTES = 128 << 20  # of the file, and of its members together: an MLP of 11 million parameters
+
+EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log")
+RESULT_FILE = "npu_result.json"
+NPU_SMI_TIMEOUT_S = 20.0
+NPU_SMI_MAX_BYTES = 1 << 20
+NPU_SMI_MAX_PROCESSES = 8  # npu-smi lists no more for one chip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failures: one class for each exit code. `main` is the one place where they become a message and an exit code.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Failure(Exception):
+    """A run that cannot go on. `hint` says what the user can do about it."""
+
+    code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(Failure):
+    code = 2
+
+
+class CheckpointRejected(Failure):
+    code = 3
+
+
+class NpuUnavailable(Failure):
+    code = 4
+
+
+class LoadFailed(Failure):
+    code = 5
+
+
+class ForwardFailed(Failure):
+    code = 6
+
+
+class DeviceTimeout(Failure):
+    code = 6
+
+
+class EvidenceUnwritable(Failure):
+    code = 7
+
+
+class Interrupted(Failure):
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}", "start it again")
+        self.code = 128 + signum
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(message, "see python3 inference.py --help")
+
+
+def create_parser() -> argparse.ArgumentParser:
+    summary, _, rest = (__doc__ or "").partition("\n")
+    parser = Parser("inference.py", description=summary, epilog=rest, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_argument_group("the model")
+    model.add_argument("--checkpoint", metavar="PATH", type=existing_name, default=None,
+                       help=f"an SB3 PPO zip (default: {CHECKPOINT_NAME} beside this script)")
+    model.add_argument("--sha256", metavar="HEX", type=sha256_digest, default=CHECKPOINT_SHA256,
+                       help="the digest that the checkpoint must have (default: the pinned checkpoint's)")
+    model.add_argument("--observation", metavar="JSON", type=json_observation, default=None,
+                       help="one observation or a list of them (default: zeros, [0.0, 0.0, 0.0, 0.0] for CartPole)")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--hold-seconds", metavar="S", type=seconds, default=8.0,
+                     help="time between the ready marker and the forward, for npu-smi (default: 8)")
+    run.add_argument("--log-dir", metavar="DIR", type=existing_name, default=None,
+                     help="where the evidence goes (default: logs beside this script)")
+    run.add_argument("--timeout-seconds", metavar="S", type=seconds, default=300.0,
+                     help="end a run whose device does not answer, the hold not counted (default: 300)")
+    return parser
+
+
+def existing_name(text: str) -> str:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError("a path is needed")
+    return text
+
+
+def sha256_digest(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no SHA256: 64 hexadecimal digits")
+    return text.lower()
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: seconds from 0 to 86400")
+    return value
+
+
+def json_observation(text: str) -> list[Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, list) or not value:
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no JSON list such as [0.0, 0.0, 0.0, 0.0]")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evidence: the files of one run. All or nothing: npu_result.json with exit_code 0 is written last, and atomically.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def empty_result() -> dict[str, Any]:
+    """The keys of npu_result.json, in the order in which they are written; null until this process has measured it."""
+    keys = """schema exit_code simulated engine model_id source_revision license checkpoint script_sha256 pid argv
+        started_at finished_at environment versions npu_available npu_device npu_device_name device_count
+        visible_devices device_nodes determinism policy_class action_space num_params param_devices all_params_on_npu
+        params_match_checkpoint hold_seconds ready_at npu_smi input_device model_device output_device
+        all_outputs_on_npu observation action env_action value log_prob entropy probs logits mean std outputs
+        bitwise_repeatable reference load_s forward_s total_s files error"""
+    return dict.fromkeys(keys.split())
+
+
+class Evidence:
+    """The log, the marker, the npu-smi log, the result and SHA256SUMS of one run, in one locked directory."""
+
+    def __init__(self, log_dir: str | None, argv: list[str]) -> None:
+        self.dir = Path(log_dir) if log_dir else PROJECT / "logs"
+        self.lock_path = self.dir / ".npu_inference.lock"
+        self.lock_fd = -1
+        self.log_fd = -1
+        self.stdout_open = True
+        self.stderr_fd = os.dup(2)
+        self.captured_stderr: Any = tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the process lives)
+        self.concluded = False
+        self.stage = "start"
+        self.mutex = threading.RLock()  # the main thread and the guard both write
+        self.deadline = math.inf  # time.monotonic() of the moment when the run counts as hung
+        self.started = time.monotonic()
+        self.started_at = datetime.now(timezone.utc)
+        self.result = empty_result()
+        self.result.update(
+            schema="npu-inference-evidence/1", engine="torch_npu", pid=os.getpid(), started_at=self.now(),
+            argv=[self.shown_argument(argument) for argument in argv],
+            script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+
+    def now(self) -> str:
+        """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
+        return (self.started_at + timedelta(seconds=time.monotonic() - self.started)).isoformat(timespec="microseconds")
+
+    def open(self) -> None:
+        """Lock the directory, remove what an earlier run left, and start the log."""
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            self.lock()
+            # The result goes first: from here on nothing can pass for the outcome of this run but what it writes.
+            for name in (RESULT_FILE, *EVIDENCE_FILES, *(f".{name}.tmp" for name in (RESULT_FILE, *EVIDENCE_FILES))):
+                (self.dir / name).unlink(missing_ok=True)
+            self.update_sums([])
+            self.log_fd = os.open(self.dir / "npu_inference.log",
+                                  os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise EvidenceUnwritable(f"{self.shown(self.dir)}: {error.strerror}",
+                                     "name a directory that can be written with --log-dir") from error
+
+    def lock(self) -> None:
+        # A lock file, since NFS cannot lock a directory. It is removed at the end; if another run replaced it between
+        # our open and our lock, ours locks nothing and we try again.
+        while True:
+            lock_fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            try:
+                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                os.close(lock_fd)
+                raise EvidenceUnwritable(f"another run is writing its evidence to {self.shown(self.dir)}",
+                                         "wait for it, or name another directory with --log-dir") from error
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock_fd), os.stat(self.lock_path)):
+                    self.lock_fd = lock_fd
+                    return
+            os.close(lock_fd)
+
+    def unlock(self) -> None:
+        with self.mutex, contextlib.suppress(OSError):
+            if self.lock_fd >= 0:
+                self.lock_path.unlink()
+                os.close(self.lock_fd)
+                self.lock_fd = -1
+
+    def shown(self, path: str | Path, typed: str | None = None) -> str:
+        """A path as evidence may show it: inside the project relative to it, any other as the user typed it."""
+        with contextlib.suppress(FileNotFoundError):  # of a current directory that was deleted
+            absolute = Path(os.path.realpath(path))
+            if absolute.is_relative_to(PROJECT):
+                return str(absolute.relative_to(PROJECT))
+        return typed or str(path)
+
+    def shown_argument(self, argument: str) -> str:
+        name, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+        return name + equals + (self.shown(value, typed=value) if os.path.isabs(value) else value)
+
+    def say(self, line: str, echo: bool = True) -> None:
+        """One line for the log, and for stdout."""
+        data = (line.replace("\n", " ") + "\n").encode("utf-8", "backslashreplace")
+        with self.mutex:
+            try:
+                written = os.write(self.log_fd, data)
+            except OSError as error:
+                raise EvidenceUnwritable(f"npu_inference.log: {error.strerror}", "free some space") from error
+            if written != len(data):
+                raise EvidenceUnwritable("npu_inference.log: no space left", "free some space")
+            if echo:
+                self.echo(data)
+
+    def echo(self, data: bytes) -> None:
+        # stdout is a courtesy copy of the log. A reader that went away (| head -1) or stopped reading must neither end
+        # nor stall the run: select says when a pipe takes another 4096 bytes without blocking.
+        while self.stdout_open and data:
+            try:
+                self.stdout_open = bool(select.select([], [1], [], 5.0)[1])
+                data = data[os.write(1, data[:4096]):] if self.stdout_open else data
+            except OSError:
+                self.stdout_open = False
+
+    def complain(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self.stderr_fd, (" ".join(line.split()) + "\n").encode("utf-8", "backslashreplace"))
+
+    def capture_stderr(self) -> None:
+        """From here on, stderr is kept (see no_cpu_fallback) until it is released."""
+        os.dup2(self.captured_stderr.fileno(), 2)
+
+    def release_stderr(self) -> bytes:
+        """Print what was kept, once, and return it."""
+        with self.mutex:
+            if sys.stderr:
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stderr.flush()
+            os.dup2(self.stderr_fd, 2)
+            self.captured_stderr.seek(0)
+            text: bytes = self.captured_stderr.read()
+            self.captured_stderr.seek(0)
+            self.captured_stderr.truncate()
+            with contextlib.suppress(OSError):
+                os.write(2, text)
+            return text
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file of the run atomically and durably."""
+        try:
+            replace_file(self.dir / name, data)
+        except OSError as error:
+            raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
+
+    def update_sums(self, lines: list[str]) -> None:
+        """Replace the logs/ lines of the project's SHA256SUMS, and no other, when the run writes to its own logs/."""
+        sums = PROJECT / "SHA256SUMS"
+        if not sums.exists() or self.dir.resolve() != PROJECT / "logs":
+            return
+        others = [line for line in sums.read_text("utf-8").splitlines() if not line[66:].startswith("logs/")]
+        replace_file(sums, "".join(line + "\n" for line in [*others, *lines]).encode())
+
+    def seal(self, exit_code: int) -> None:
+        """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
+        self.result.update(exit_code=exit_code, finished_at=self.now(),
+                           total_s=round(time.monotonic() - self.started, 6))
+        try:
+            os.fsync(self.log_fd)
+            self.result["files"] = {
+                name: hashlib.sha256((self.dir / name).read_bytes()).hexdigest()
+                for name in EVIDENCE_FILES if (self.dir / name).exists()}
+            data = (json.dumps(self.result, indent=2, allow_nan=False) + "\n").encode()
+            hashes = {**self.result["files"], RESULT_FILE: hashlib.sha256(data).hexdigest()}
+            replace_file(self.dir / RESULT_FILE, data, before_rename=lambda: self.update_sums(
+                [f"{digest}  logs/{name}" for name, digest in sorted(hashes.items())]))
+        except OSError as error:
+            raise EvidenceUnwritable(f"{RESULT_FILE}: {error.strerror}", "free some space") from error
+
+    def commit(self) -> None:
+        """End a run that succeeded."""
+        with self.mutex:
+            if time.monotonic() > self.deadline:
+                raise DeviceTimeout(*device_timeout(self.stage))
+            line = f"[final]   exit_code=0 result_json={self.shown(self.dir / RESULT_FILE)}"
+            end_of_log = os.fstat(self.log_fd).st_size
+            self.say(line, echo=False)
+            try:
+                self.seal(0)
+            except BaseException:
+                os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
+                raise
+            self.concluded = True
+            self.echo(line.encode() + b"\n")
+
+    def conclude(self, failure: Exception) -> int:
+        """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
+        with self.mutex:
+            if self.concluded:  # the guard came too late: the run has its outcome
+                return self.result["exit_code"] or 0
+            self.concluded = True
+            code = failure.code if isinstance(failure, Failure) else 1
+            hint = failure.hint if isinstance(failure, Failure) else "this is a bug: please report it"
+            message = without_paths(str(failure)) or type(failure).__name__
+            self.result["error"] = {"stage": self.stage, "type": type(failure).__name__, "message": message,
+                                    "hint": hint}
+            lost = ""
+            if self.log_fd >= 0:
+                try:
+                    self.say(f"[error]   stage={self.stage} type={type(failure).__name__} {message}", echo=False)
+                    self.say(f"[final]   exit_code={code} result_json={self.shown(self.dir / RESULT_FILE)}")
+                except EvidenceUnwritable as error:
+                    lost = f" ({error})"
+                try:
+                    self.seal(code)
+                except EvidenceUnwritable as error:
+                    lost = f" (no result: {error})"
+                    with contextlib.suppress(OSError):
+                        (self.dir / RESULT_FILE).unlink(missing_ok=True)
+            self.release_stderr()
+            self.complain(f"inference.py: {self.stage}: {message}{lost}" + (f"; {hint}" if hint else ""))
+            return code
+
+
+def replace_file(path: Path, data: bytes, before_rename: Any = None) -> None:
+    """Write a file so that no reader ever sees a part of it, and so that it survives a power cut."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if before_rename:
+            before_rename()
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def without_paths(text: str) -> str:
+    """An error text of a library without the directories of this machine: evidence is made to be published."""
+    return re.sub(r"(?<![\w.~-])/(?!dev/)(?:[\w.+@~-]+/)+", "", text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The guard: signals and the deadline, served even while the main thread is inside a device call that never returns
+# ---------------------------------------------------------------------------------------------------------------------
+
+GUARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_S = 1.0
+
+
+def device_timeout(stage: str) -> tuple[str, str]:
+    return (f"the device did not answer in time during {stage}",
+            "look at npu-smi info and dmesg; a longer --timeout-seconds helps when operators are compiled first")
+
+
+class Guard:
+    """Ends the run on a signal, and at the deadline.
+
+    Three lines, since a call into CANN may never return, and some calls of torch_npu (set_device) keep the GIL:
+    a thread that waits for signals and the deadline; GRACE_S later, when the GIL kept that thread from running, a
+    forked child that writes the evidence of the failure; and a timer of the C library that then ends this process
+    with the exit code that the evidence states. Python's own signal handlers would wait for the main thread.
+    """
+
+    def __init__(self, evidence: Evidence, timeout_s: float) -> None:
+        self.evidence = evidence
+        self.timeout_s = timeout_s
+        self.children: set[subprocess.Popen[bytes]] = set()
+        self.timer = ExitTimer(DeviceTimeout.code)
+        self.signals = [s for s in GUARDED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
+        read_end, self.pipe = os.pipe()
+        parent = os.getpid()
+        if os.fork() == 0:
+            os.close(self.pipe)
+            self.watch_from_outside(read_end, parent)
+        os.close(read_end)
+        threading.Thread(target=self.watch_from_inside, name="guard", daemon=True).start()
+
+    def enter(self, stage: str, at_least_s: float = 0.0) -> None:
+        """Name the stage (or its next step) and give the device the full time again."""
+        deadline = time.monotonic() + max(self.timeout_s, at_least_s)
+        self.evidence.stage, self.evidence.deadline = stage, deadline
+        os.write(self.pipe, f"{deadline} {stage}\n".encode())
+        self.timer.set(deadline + 2 * GRACE_S)
+
+    def leave(self) -> None:
+        """Tell the forked child that this process ends of its own will."""
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, f"{math.inf} end\n".encode())
+
+    def watch_from_inside(self) -> None:
+        while True:
+            caught = signal.sigtimedwait(self.signals, 0.1)
+            if caught:
+                self.end(Interrupted(caught.si_signo))
+            if time.monotonic() > self.evidence.deadline:
+                self.end(DeviceTimeout(*device_timeout(self.evidence.stage)))
+
+    def end(self, failure: Failure) -> None:
+        for child in list(self.children):
+            with contextlib.suppress(OSError):
+                os.killpg(child.pid, signal.SIGKILL)
+        leave(self.evidence, self, self.evidence.conclude(failure))
+
+    def watch_from_outside(self, read_end: int, parent: int) -> None:
+        """The forked child: ends with its parent, or speaks for it when it is stuck or crashed. Never returns."""
+        os.close(self.evidence.lock_fd)  # the lock is the parent's alone
+        deadline, stage, pending = math.inf, "start", b""
+        while True:
+            wait = None if deadline == math.inf else max(0.0, deadline + GRACE_S - time.monotonic())
+            if select.select([read_end], [], [], wait)[0]:
+                news = os.read(read_end, 65536)
+                if not news:
+                    if stage != "end":
+                        self.evidence.release_stderr()
+                        self.evidence.complain(f"inference.py: {stage}: the process was killed, or a native library "
+                                               "crashed; no result was written; the CANN logs (plog) may tell more")
+                    os._exit(0)
+                *lines, pending = (pending + news).split(b"\n")
+                for line in lines:
+                    text, _, stage = line.decode().partition(" ")
+                    deadline = float(text)
+            elif os.getppid() == parent:
+                self.evidence.stage = stage
+                self.evidence.conclude(DeviceTimeout(*device_timeout(stage)))
+                os._exit(0)
+
+
+class ExitTimer:
+    """Ends the process with a given exit code at a given time, without the GIL: a POSIX timer that calls _exit."""
+
+    class Event(ctypes.Structure):  # struct sigevent of glibc: 64 bytes
+        _fields_ = (("value", ctypes.c_long), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
+                    ("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("padding", ctypes.c_char * 32))
+
+    class Times(ctypes.Structure):  # struct itimerspec
+        _fields_ = (("interval_s", ctypes.c_long), ("interval_ns", ctypes.c_long), ("s", ctypes.c_long),
+                    ("ns", ctypes.c_long))
+
+    def __init__(self, exit_code: int) -> None:
+        libc = ctypes.CDLL(None)
+        # before glibc 2.34 the timers are in librt
+        self.library = libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1")
+        sigev_thread, clock_monotonic = 2, 1
+        event = self.Event(value=exit_code, notify=sigev_thread,
+                           function=ctypes.cast(libc._exit, ctypes.c_void_p).value)
+        self.timer = ctypes.c_void_p()
+        if self.library.timer_create(clock_monotonic, ctypes.byref(event), ctypes.byref(self.timer)):
+            raise OSError("timer_create failed")
+
+    def set(self, deadline: float) -> None:
+        timer_abstime = 1
+        times = self.Times(s=int(deadline), ns=int(deadline % 1 * 1e9))
+        self.library.timer_settime(self.timer, timer_abstime, ctypes.byref(times), None)
+
+
+def leave(evidence: Evidence, guard: Guard | None, exit_code: int) -> None:
+    """End the process here. torch_npu's exit hooks would turn a failed teardown into exit 0, or crash on the way."""
+    evidence.unlock()
+    if guard:
+        guard.leave()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(exit_code)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage verify: the checkpoint's bytes, with the standard library alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Checkpoint:
+    """A verified checkpoint: its bytes, and what its `data` says in readable text."""
+
+    raw: bytes
+    members: dict[str, bytes]
+    data: dict[str, Any]
+    network: Network
+    pinned: bool
+
+
+@dataclass
+class Box:
+    """A box of `shape`; `low` and `high` have one number per element, flattened."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: list[float]
+    high: list[float]
+
+
+@dataclass
+class Network:
+    """What a policy is built from, read from the text beside each serialised value and never unpickled."""
+
+    observation: Box
+    action: dict[str, Any]  # {"type": "Discrete", "n": 2} and the like; for "Box" its Box under "box"
+    policy_kwargs: dict[str, Any] = field(default_factory=dict)
+    activation: str = "Tanh"
+    optimizer: str = "Adam"
+
+
+def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
+    path = Path(args.checkpoint) if args.checkpoint else PROJECT / CHECKPOINT_NAME
+    shown = evidence.shown(path, typed=args.checkpoint)
+    pinned = args.sha256 == CHECKPOINT_SHA256
+    evidence.say(f"[inference] checkpoint        : {shown}")
+    raw, size_on_disk = read_checkpoint(path, shown)
+    digest = hashlib.sha256(raw).hexdigest()
+    size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size_on_disk)
+    sha256_ok = digest == args.sha256
+    evidence.result["checkpoint"] = {
+        "path": shown, "bytes": len(raw), "sha256": digest, "size_ok": size_ok, "sha256_ok": sha256_ok}
+    evidence.say(f"[verify]  bytes={len(raw)} sha256={digest}")
+    evidence.say(f"[verify]  size_ok={size_ok} sha256_ok={sha256_ok}")
+    if not (size_ok and sha256_ok):
+        expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
+        raise CheckpointRejected(f"{shown} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
+                                 "fetch the file again; --sha256 names the digest of a checkpoint of your own")
+    if pinned:
+        evidence.result.update(model_id=MODEL_ID, source_revision=SOURCE_REVISION, license=LICENSE)
+    members = read_members(raw)
+    data = read_data(members["data"])
+    network = read_network(data)
+    # A network far larger than the weights in the file is a trap for memory, not a policy.
+    if count_parameters(network) > len(members["policy.pth"]):
+        raise CheckpointRejected("data describes a network with more parameters than policy.pth has bytes")
+    return Checkpoint(raw, members, data, network, pinned)
+
+
+def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
+    """The file's bytes, read once, and its size."""
+    try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not os.path.isfile(path):
+                raise CheckpointRejected(f"{shown} is not a regular file", "name a checkpoint with --checkpoint")
+            if status.st_size > MAX_EXPANDED_BYTES:
+                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_EXPANDED_BYTES}")
+            return file.read(MAX_EXPANDED_BYTES + 1), status.st_size
+    except OSError as error:
+        hint = "name a checkpoint with --checkpoint"
+        if path == PROJECT / CHECKPOINT_NAME:
+            hint = (f"fetch it: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision {SOURCE_REVISION} --local-dir . "
+                    f"(SHA256 {CHECKPOINT_SHA256})")
+        raise CheckpointRejected(f"{shown}: {error.strerror}", hint) from error
+
+
+def read_members(raw: bytes) -> dict[str, bytes]:
+    """The members of the archive, by name. Refuses whatever SB3 does not write, and what expands past the limit."""
+    hint = "this is no file that SB3's PPO.save wrote"
+    try:
+        archive = zipfile.ZipFile(io.BytesIO(raw))
+        infos = archive.infolist()
+        names = [info.filename for info in infos]
+        if not (raw.startswith(b"PK\3\4") and raw[-22:-18] == b"PK\5\6" and infos and infos[0].header_offset == 0):
+            raise CheckpointRejected("the archive has bytes before its first or after its last member", hint)
+        if len(set(names)) != len(names):
+            raise CheckpointRejected("the archive has two members of the same name", hint)
+        if missing := sorted(REQUIRED_MEMBERS - set(names)):
+            raise CheckpointRejected(f"the archive lacks {', '.join(missing)}", hint)
+        if unknown := sorted(set(names) - REQUIRED_MEMBERS - OPTIONAL_MEMBERS):
+            raise CheckpointRejected(f"the archive has unknown members: {', '.join(map(ascii, unknown))[:200]}", hint)
+        refuse_expansion(infos, "the archive")
+        members = {info.filename: archive.read(info) for info in infos}
+        for name, content in members.items():
+            if name.endswith(".pth") and content.startswith(b"PK"):  # else torch's legacy format, which stores plainly
+                inner = zipfile.ZipFile(io.BytesIO(content)).infolist()
+                refuse_expansion(inner, name)
+                if any(info.compress_type != zipfile.ZIP_STORED for info in inner):
+                    raise CheckpointRejected(f"{name} is compressed, which torch.save never does", hint)
+        return members
+    except Failure:
+        raise
+    except Exception as error:  # whatever zipfile, zlib and struct raise on a damaged archive
+        raise CheckpointRejected(f"not a readable zip archive: {error}", hint) from error
+
+
+def refuse_expansion(infos: list[zipfile.ZipInfo], what: str) -> None:
+    total = sum(info.file_size for info in infos)
+    if total > MAX_EXPANDED_BYTES:
+        raise CheckpointRejected(f"{what} expands to {total} bytes, more than {MAX_EXPANDED_BYTES}")
+
+
+def read_data(text: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(text.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointRejected(f"data is not JSON: {type(error).__name__}") from error
+    if not isinstance(data, dict):
+        raise CheckpointRejected("data is not a JSON object")
+    for key in ("policy_class", "policy_kwargs", "observation_space", "action_space"):
+        if not isinstance(data.get(key), dict):
+            raise CheckpointRejected(f"data lacks {key}, or it is not an object")
+    return data
+
+
+def read_network(data: dict[str, Any]) -> Network:
+    """Spaces, architecture and policy arguments from the readable text in `data`.
+
+    SB3 writes a value that JSON cannot hold as cloudpickle, and beside it the text of its first level
+    (stable_baselines3.common.save_util.data_to_json). That text differs a little over the years: gym and gymnasium,
+    `shape` and `_shape`, numbers as numbers and as strings. What cannot be rebuilt is refused by name.
+    """
+    policy = data["policy_class"]
+    if (policy.get("__module__") != "stable_baselines3.common.policies"
+            or not str(policy.get("__init__")).startswith("<function ActorCriticPolicy.__init__ ")):
+        raise CheckpointRejected(f"policy_class is {text_of(policy, '__module__')} {text_of(policy, '__init__')}, "
+                                 "not SB3's ActorCriticPolicy", "only PPO with MlpPolicy can be run")
+    if not isinstance(data.get("use_sde", False), bool):
+        raise CheckpointRejected("use_sde is neither true nor false")
+    network = Network(read_box(data["observation_space"], "observation_space"), read_action_space(data["action_space"]))
+    read_policy_kwargs(data["policy_kwargs"], network)
+    return network
+
+
+def text_of(entry: dict[str, Any], *names: str) -> str:
+    """The first of these values that the entry has, as text: SB3 writes numbers and arrays both ways."""
+    return next((str(entry[name]) for name in names if entry.get(name) is not None), "")[:1 << 20]
+
+
+def class_name(text: str) -> str:
+    """Box of "<class 'gymnasium.spaces.box.Box'>"."""
+    match = re.fullmatch(r"<class '[\w.]*?(\w+)'>", text)
+    return match[1] if match else ""
+
+
+def integers(text: str, what: str) -> list[int]:
+    """The numbers of "(4,)", "[3 2]", "[3, 2]" or "2"."""
+    if not re.fullmatch(r"[\[(]?[\d\s,]*[\])]?", text) or len(text) > 10_000:
+        raise CheckpointRejected(f"{what} cannot be read: {text[:60]!r}")
+    return [int(number) for number in re.findall(r"\d{1,9}", text)]
+
+
+def read_box(space: dict[str, Any], what: str) -> Box:
+    kind = class_name(text_of(space, ":type:"))
+    if kind != "Box":
+        raise CheckpointRejected(f"{what} is {kind or 'unreadable'}, not a Box", "other spaces cannot be run")
+    shape = tuple(integers(text_of(space, "_shape", "shape"), f"{what}.shape"))
+    dtype = re.sub(r".*'numpy\.(\w+)'.*", r"\1", text_of(space, "dtype"))
+    if not re.fullmatch(r"float(16|32|64)|u?int(8|16|32|64)", dtype):
+        raise CheckpointRejected(f"{what}.dtype cannot be read: {dtype[:60]!r}")
+    size = math.prod(shape)
+    if not 0 < size <= MAX_EXPANDED_BYTES:
+        raise CheckpointRejected(f"{what} has {size} elements")
+    bounds = []
+    for name, unbounded in (("low", -math.inf), ("high", math.inf)):
+        text = text_of(space, f"{name}_repr", name)
+        numbers = [float(number) for number in re.findall(r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf)", text)]
+        if len(set(numbers)) == 1:
+            numbers *= size  # one number for all, or all that numpy's "..." left are the same
+        elif len(numbers) != size:
+            if what == "action_space" or not dtype.startswith("float"):
+                raise CheckpointRejected(f"{what}.{name} cannot be read: {text[:60]!r}")
+            numbers = [unbounded] * size  # the bounds of a float observation take no part in a forward
+        bounds.append(numbers[:size])
+    return Box(shape, dtype, *bounds)
+
+
+def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
+    kind = class_name(text_of(space, ":type:"))
+    if kind == "Box":
+        return {"type": kind, "box": read_box(space, "action_space")}
+    counts = {name: integers(text_of(space, name), f"action_space.{name}") for name in ("n", "nvec")}
+    if kind in ("Discrete", "MultiBinary") and len(counts["n"]) == 1 and counts["n"][0] > 0:
+        return {"type": kind, "n": counts["n"][0]}
+    if kind == "MultiDiscrete" and counts["nvec"] and min(counts["nvec"]) > 0:
+        return {"type": kind, "nvec": counts["nvec"]}
+    raise CheckpointRejected(f"action_space is {kind or 'unreadable'} of {counts['n'] or counts['nvec']}",
+                             "Discrete, MultiDiscrete, MultiBinary and Box can be run")
+
+
+ACTIVATIONS = {"ReLU", "Tanh", "ELU", "LeakyReLU", "GELU", "SELU", "SiLU", "Sigmoid"}
+PLAIN_POLICY_KWARGS = {"ortho_init": bool, "use_sde": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
+                       "share_features_extractor": bool, "normalize_images": bool, "log_std_init": (int, float),
+                       "optimizer_kwargs": dict}
+
+
+def read_policy_kwargs(saved: dict[str, Any], network: Network) -> None:
+    for name, value in saved.items():
+        what = f"policy_kwargs.{name}"
+        if name in (":type:", ":serialized:", "device"):
+            continue  # the device is this program's to choose
+        if name == "net_arch":
+            network.policy_kwargs[name] = read_net_arch(value)
+        elif name == "activation_fn":
+            network.activation = class_name(str(value))
+            if network.activation not in ACTIVATIONS:
+                raise CheckpointRejected(f"{what} is {str(value)[:80]}", f"known are {', '.join(sorted(ACTIVATIONS))}")
+        elif name == "optimizer_class" and re.fullmatch(r"<class 'torch\.optim\.\w+\.\w+'>", str(value)):
+            network.optimizer = class_name(str(value))
+        elif name == "features_extractor_class" and class_name(str(value)) == "FlattenExtractor":
+            continue
+        elif value is None or (name == "features_extractor_kwargs" and value == {}):
+            continue  # SB3's default
+        elif name in PLAIN_POLICY_KWARGS and isinstance(value, PLAIN_POLICY_KWARGS[name]):  # type: ignore[arg-type]
+            network.policy_kwargs[name] = value
+        else:
+            raise CheckpointRejected(f"{what} cannot be rebuilt: {str(value)[:80]!r}")
+
+
+def read_net_arch(value: Any) -> dict[str, list[int]] | None:
+    """Layer sizes as {"pi": [64, 64], "vf": [64, 64]}; None for SB3's default of just that.
+
+    Written as that object, as a list around it (until SB3 1.8), as one list for both, or not at all."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0]
+    if isinstance(value, list):
+        value = {"pi": value, "vf": value}
+    if value is None:
+        return None
+    towers = {name: value.get(name, []) for name in ("pi", "vf")} if isinstance(value, dict) else {}
+    if (not towers or set(value) - set(towers)
+            or not all(isinstance(sizes, list) and len(sizes) <= 1000 for sizes in towers.values())
+            or not all(type(size) is int and size > 0 for sizes in towers.values() for size in sizes)):
+        raise CheckpointRejected(f"policy_kwargs.net_arch cannot be rebuilt: {str(value)[:80]}",
+                                 "SB3 since 1.8 knows no layers that both towers share")
+    return towers
+
+
+def count_parameters(network: Network) -> int:
+    """Weights and biases of the network that `data` describes, the standard deviations left out."""
+    towers = network.policy_kwargs.get("net_arch") or {"pi": [64, 64], "vf": [64, 64]}
+    action = network.action
+    outputs = math.prod(action["box"].shape) if "box" in action else sum(action.get("nvec", [action.get("n", 0)]))
+    total = 0
+    for tower, last in (("pi", outputs), ("vf", 1)):
+        sizes = [math.prod(network.observation.shape), *towers[tower], last]
+        total += sum((below + 1) * above for below, above in itertools.pairwise(sizes))
+    return total
+
+
+def observations_of(args: argparse.Namespace, shape: tuple[int, ...]) -> list[Any]:
+    """The observations of the command line as a list of them, each of the given shape."""
+    if args.observation is None:
+        return [nested_zeros(shape)]
+    for value in ([args.observation], args.observation):
+        if all(has_shape(observation, shape) for observation in value):
+            return value
+    raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or holds a "
+                     "value that is no finite number", f"one observation: {json.dumps(nested_zeros(shape))[:100]}")
+
+
+def nested_zeros(shape: tuple[int, ...]) -> Any:
+    return [nested_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0.0
+
+
+def has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    if shape:
+        return isinstance(value, list) and len(value) == shape[0] and all(has_shape(v, shape[1:]) for v in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 3.4028234e38
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage npu
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Set before torch is imported. The first two are the user's to choose, the others are not.
+DEFAULT_ENVIRONMENT = {
+    "ASCEND_RT_VISIBLE_DEVICES": "0",
+    # With the queue on, torch_npu silently drops every operator after a failed launch and hands back stale memory.
+    "TASK_QUEUE_ENABLE": "0",
+}
+FORCED_ENVIRONMENT = {
+    "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # an operator without an NPU kernel is an error (recent torch_npu)
+    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # SB3 before 2.8 asks torch.load for arbitrary unpickling
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_npu is imported below, where its errors can be explained
+}
+REMOVED_ENVIRONMENT = (
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",  # contradicts the above
+    "TORCH_NPU_WARNING_DISABLE", "TORCH_NPU_DISABLED_WARNING",  # would hide the line that tells of a CPU fallback
+)
+FALLBACK = re.compile(rb"(?:will|to) fall ?back to (?:run on )?the CPU", re.IGNORECASE)
+
+
+def prepare_environment(evidence: Evidence) -> None:
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(FORCED_ENVIRONMENT)
+    for name in REMOVED_ENVIRONMENT:
+        os.environ.pop(name, None)
+    recorded = {name: os.environ[name] for name in (*DEFAULT_ENVIRONMENT, *FORCED_ENVIRONMENT)}
+    visible = os.environ["ASCEND_RT_VISIBLE_DEVICES"]
+    evidence.result.update(environment=recorded, visible_devices=visible)
+    # CANN reports no device at all, and no reason, for a list that is empty, repeats or descends.
+    ascending = re.fullmatch(r"\d{1,5}(,\d{1,5})*", visible) and all(
+        int(a) < int(b) for a, b in itertools.pairwise(visible.split(",")))
+    if not ascending:
+        raise NpuUnavailable(f"ASCEND_RT_VISIBLE_DEVICES={visible[:60]!r} is no ascending list of device numbers",
+                             "export ASCEND_RT_VISIBLE_DEVICES=0, or unset it")
+
+
+def npu(evidence: Evidence, guard: Guard) -> Any:
+    """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
+    result = evidence.result
+    guard.enter("npu", at_least_s=120)
+    torch, torch_npu = import_torch_npu()
+    simulator = simulator_version()
+    result.update(engine="torch_npu", simulated=simulator is not None, versions=versions(torch, torch_npu))
+    evidence.say(f"[npu]     torch={torch.__version__} torch_npu={torch_npu.__version__}")
+    guard.enter("npu")
+    try:
+        result["npu_available"] = torch.npu.is_available()
+        if not result["npu_available"]:
+            raise NpuUnavailable("torch.npu.is_available() is False: no device", NO_DEVICE_HINT)
+        torch.npu.set_device(0)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
+        torch.npu.set_compile_mode(jit_compile=False)
+        torch.npu.matmul.allow_hf32 = False
+        torch.npu.conv.allow_hf32 = False
+        # One check that the outputs are finite replaces the twenty kernels with which torch validates a distribution.
+        torch.distributions.Distribution.set_default_validate_args(False)
+        ones = torch.ones(4, device=DEVICE)
+        answer = (ones + ones).cpu().tolist()
+        torch.npu.synchronize()
+        name = torch.npu.get_device_name(0)
+        result["device_count"] = torch.npu.device_count()
+    except (RuntimeError, AssertionError, OSError) as error:
+        raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
+    if answer != [2.0] * 4 or str(ones.device) != DEVICE:
+        raise NpuUnavailable(f"1 + 1 on {ones.device} gave {answer}", "the device or its driver is at fault")
+    result.update(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""),
+                  device_nodes=device_nodes(),
+                  determinism={"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False,
+                               "allow_hf32_conv": False, "deterministic_actions": True})
+    result["versions"]["cann"] = cann_version(torch_npu)
+    result["versions"]["driver"] = driver_version()
+    tool = npu_smi(["-v"], evidence, guard)
+    if match := re.search(r"\d[\w.]*", tool.text if not tool.problem else ""):
+        result["versions"]["npu_smi"] = match[0]
+    evidence.say(f"[npu]     is_available=True device={DEVICE} name={result['npu_device_name']}")
+    evidence.say(f"[npu]     device_count={result['device_count']} CANN={result['versions']['cann']} "
+                 f"npu-smi={result['versions']['npu_smi']}")
+    if simulator:
+        evidence.say(f"[npu]     SIMULATED by cannsim {simulator}: nothing in this run touched a physical NPU")
+    return torch
+
+
+DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) what the error code means"
+NO_DEVICE_HINT = ("npu-smi info must list one, ASCEND_RT_VISIBLE_DEVICES must name it; without an NPU try the program "
+                  "on the simulated one: tests/simulate.sh")
+
+
+def import_torch_npu() -> tuple[Any, Any]:
+    try:
+        import torch
+        import torch_npu
+    except (ImportError, RuntimeError, OSError) as error:
+        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}", npu_hint(str(error))) from error
+    return torch, torch_npu
+
+
+def npu_hint(text: str) -> str:
+    """What mends a start-up failure, by the text that users meet."""
+    for pattern, hint in NPU_HINTS:
+        if re.search(pattern, text):
+            return hint + "; without an NPU try the program on the simulated one: tests/simulate.sh"
+    return NO_DEVICE_HINT
+
+
+NPU_HINTS = (
+    (r"No module named '?torch", "install torch and torch_npu that match your CANN, or use the CANN image"),
+    (r"lib(hccl|ascendcl|acl_op_compiler|ge_runner|graph|acl_tdt_channel)\.so", "CANN is not set up in this shell: "
+     "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
+    (r"undefined symbol", "torch and torch_npu are no pair: install the torch_npu release of your torch version"),
+    (r"Two accelerators", "this torch is a CUDA build: install the CPU build of the same version"),
+)
+
+
+def first_line(error: BaseException) -> str:
+    cause = error.__cause__ if error.__cause__ and "backend extension" in str(error) else error
+    return (str(cause).strip().splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def simulator_version() -> str | None:
+    """The version of the simulated CANN runtime, None on a real one: it names itself by an exported symbol."""
+    try:
+        library = ctypes.CDLL("libascendcl.so")  # the one that torch_npu has loaded
+        function = library.cannsim_version
+    except (OSError, AttributeError):
+        return None
+    function.restype = ctypes.c_char_p
+    return str(function().decode())
+
+
+def versions(torch: Any, torch_npu: Any) -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found: dict[str, str | None] = {
+        "python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__,
+        "torch_npu": torch_npu.__version__, "cann": None, "npu_smi": None, "driver": None}
+    for package in ("stable_baselines3", "gymnasium", "numpy", "cloudpickle"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def cann_version(torch_npu: Any) -> str | None:
+    """CANN's version from its runtime (torch_npu since 2.5, CANN since 8.1), else from its install files."""
+    with contextlib.suppress(AttributeError, ImportError, RuntimeError):
+        if version := torch_npu.npu.utils.get_cann_version("CANN"):
+            return str(version)
+    for root in filter(None, (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"),
+                              "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")):
+        for name in (f"{platform.machine()}-linux/ascend_toolkit_install.info",
+                     f"{platform.machine()}-linux/ascend_all_cann_install.info", "version.cfg"):
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                if match := re.search(r"version=\[?(?:[\d.]+:)?([\w.]+)", (Path(root) / name).read_text()):
+                    return match[1]
+    return None
+
+
+def driver_version() -> str | None:
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = Path("/usr/local/Ascend/driver/version.info").read_text()
+        if match := re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M):
+            return match[1]
+    return None
+
+
+def device_nodes() -> list[str]:
+    """The /dev/davinci* that this process holds open: what the kernel knows of it and the NPU."""
+    nodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith("/dev/davinci"):
+                nodes.add(target)
+    return sorted(nodes)
+
+
+@contextlib.contextmanager
+def no_cpu_fallback(evidence: Evidence) -> Iterator[None]:
+    """Fail when torch_npu says on stderr that an operator ran on the CPU.
+
+    Releases before TORCH_NPU_FALLBACK_CPU_DISABLE only warn, once per process, from C++ and so past sys.stderr."""
+    evidence.capture_stderr()
+    yield
+    text = evidence.release_stderr()
+    if match := FALLBACK.search(text):
+        line = text[text.rfind(b"\n", 0, match.start()) + 1:match.end()].decode("utf-8", "replace")
+        raise ForwardFailed(f"an operator fell back to the CPU: {line[-300:]}",
+                            "this torch_npu or CANN has no NPU kernel for it: update them")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage load
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, guard: Guard) -> PPO:
+    """PPO.load onto npu:0 from the verified bytes; every parameter there, equal to the file's bit for bit."""
+    guard.enter("load", at_least_s=120)
+    try:
+        from stable_baselines3 import PPO
+    except ImportError as error:
+        raise LoadFailed(f"stable_baselines3 cannot be imported: {first_line(error)}",
+                         "python3 -m pip install -r requirements.txt") from error
+    guard.enter("load")
+    saved = read_tensors(checkpoint, torch)
+    objects = custom_objects(checkpoint, torch, PPO)
+    started = time.monotonic()
+    try:
+        import warnings
+        with warnings.catch_warnings():
+            # advice for training speed: here the NPU is the point
+            warnings.filterwarnings("ignore", message="You are trying to run PPO on the GPU")
+            model = PPO.load(io.BytesIO(checkpoint.raw), device=DEVICE, custom_objects=objects)
+        torch.npu.synchronize()
+    except Exception as error:  # SB3 on untrusted input: any of a dozen kinds, none of them a bug here
+        raise LoadFailed(f"PPO.load: {type(error).__name__}: {first_line(error)}",
+                         f"the checkpoint and this SB3 do not fit, or the device failed: {DEVICE_HINT}") from error
+    load_s = time.monotonic() - started
+    model.policy.set_training_mode(False)
+    evidence.result.update(load_s=round(load_s, 6), policy_class=type(model.policy).__name__,
+                           model_device=str(model.policy.device))
+    evidence.say(f"[load]    PPO.load elapsed={load_s:.4f}s device={model.policy.device}")
+    check_placement(model.policy, saved, torch, evidence)
+    return model
+
+
+def read_tensors(checkpoint: Checkpoint, torch: Any) -> dict[str, torch.Tensor]:
+    """policy.pth as {name: CPU tensor}, by the restricted unpickler. Refuses what SB3 does not write into the file."""
+    if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 6):
+        raise LoadFailed(f"torch {torch.__version__} cannot load untrusted weights safely", "use torch 2.6 or newer")
+    loaded = {}
+    for name in ("policy.pth", "policy.optimizer.pth", "pytorch_variables.pth"):
+        if name in checkpoint.members:
+            try:
+                loaded[name] = torch.load(io.BytesIO(checkpoint.members[name]), map_location="cpu", weights_only=True)
+            except Exception as error:  # the unpickler on untrusted input
+                raise LoadFailed(f"{name}: {type(error).__name__}: {first_line(error)}",
+                                 "only plain tensors are loaded, never pickled code") from error
+            for tensor in tensors_in(loaded[name], torch):
+                # a stride of 0 makes a few bytes look like gigabytes
+                if tensor.numel() * tensor.element_size() > len(checkpoint.members[name]):
+                    raise LoadFailed(f"{name} has a tensor of shape {list(tensor.shape)}, larger than the file")
+    variables = loaded.get("pytorch_variables.pth")
+    if variables is not None and not (isinstance(variables, dict) and all(v is None for v in variables.values())):
+        raise LoadFailed("pytorch_variables.pth holds values: PPO has none, and they would overwrite the policy's")
+    policy = loaded["policy.pth"]
+    if not isinstance(policy, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in policy.items()):
+        raise LoadFailed("policy.pth is no dictionary of tensors")
+    for name, tensor in policy.items():
+        if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
+            raise LoadFailed(f"policy.pth: {name[:80]} is {tensor.dtype} ({tensor.layout}), not torch.float32")
+        if not torch.isfinite(tensor).all():
+            raise LoadFailed(f"policy.pth: {name[:80]} holds NaN or infinite weights")
+    return policy
+
+
+def tensors_in(value: Any, torch: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries and lists, such as an optimiser's state."""
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            todo.extend(value)
+
+
+def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> dict[str, Any]:
+    """A value for every key of `data` that is serialised or that steers SB3's loading, so that nothing is unpickled."""
+    import gymnasium.spaces
+    import numpy
+    from stable_baselines3.common.policies import ActorCriticPolicy
+
+    def box(description: Box) -> gymnasium.spaces.Box:
+        dtype = numpy.dtype(description.dtype)
+        low, high = (numpy.array(bound).astype(dtype).reshape(description.shape)
+                     for bound in (description.low, description.high))
+        return gymnasium.spaces.Box(low, high, description.shape, dtype.type)
+
+    network, action = checkpoint.network, checkpoint.network.action
+    action_space: gymnasium.spaces.Space[Any]
+    if action["type"] == "Discrete":
+        action_space = gymnasium.spaces.Discrete(action["n"])
+    elif action["type"] == "MultiBinary":
+        action_space = gymnasium.spaces.MultiBinary(action["n"])
+    elif action["type"] == "MultiDiscrete":
+        action_space = gymnasium.spaces.MultiDiscrete(action["nvec"])
+    else:
+        action_space = box(action["box"])
+    steering = {
+        "policy_class": ActorCriticPolicy,
+        "policy_kwargs": {**network.policy_kwargs, "activation_fn": getattr(torch.nn, network.activation),
+                          "optimizer_class": getattr(torch.optim, network.optimizer)},
+        "observation_space": box(network.observation),
+        "action_space": action_space,
+        "learning_rate": LEARNING_RATE, "lr_schedule": lambda _: LEARNING_RATE, "clip_range": CLIP_RANGE,
+        "clip_range_vf": None,
+        "device": torch.device(DEVICE),
+        "env": None,  # a string here makes SB3 import the module that it names
+        "seed": None,  # would reseed the global generators
+        "n_steps": 1, "n_envs": 1,  # they size a rollout buffer that no forward needs
+        "rollout_buffer_class": None, "rollout_buffer_kwargs": {}, "verbose": 0,
+    }
+    objects = {}
+    for key, value in checkpoint.data.items():
+        if hasattr(ppo_class, key):
+            raise LoadFailed(f"data has the key {key[:80]!r}, which would replace a method of PPO")
+        if key in steering:
+            objects[key] = steering[key]
+        elif isinstance(value, dict) and ":serialized:" in value:
+            objects[key] = None  # state of the training (last observations, episode statistics)
+    return objects
+
+
+def check_placement(policy: Any, saved: dict[str, torch.Tensor], torch: Any, evidence: Evidence) -> None:
+    tensors = policy.state_dict()
+    parameters = list(policy.parameters())
+    devices = sorted({str(tensor.device) for tensor in (*parameters, *policy.buffers(), *tensors.values())})
+    num_params = sum(parameter.numel() for parameter in parameters)
+    all_on_npu = devices == [DEVICE]
+    evidence.result.update(num_params=num_params, param_devices=devices, all_params_on_npu=all_on_npu)
+    evidence.say(f"[model]   policy_class={type(policy).__name__} num_params={num_params}")
+    evidence.say(f"[model]   param_devices={devices} all_params_on_npu={all_on_npu}")
+    if not all_on_npu:
+        raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
+    # Bit for bit: what PPO.load made of the file against what the file holds.
+    differing = sorted(set(tensors) ^ set(saved)) or [
+        name for name, tensor in tensors.items() if not same_bits(tensor.cpu(), saved[name])]
+    evidence.result["params_match_checkpoint"] = not differing
+    evidence.say(f"[model]   params_match_checkpoint={not differing} tensors={len(tensors)}")
+    if differing:
+        raise LoadFailed(f"on {DEVICE}, these differ from the checkpoint: {', '.join(differing)[:200]}",
+                         "the copy to the device is at fault, or the file overwrites its own weights")
+
+
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.dtype == other.dtype and tensor.shape == other.shape
+            and tensor.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage ready: the marker, the hold, and npu-smi
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What one call of npu-smi printed, and what went wrong with it ("" for nothing)."""
+
+    text: str
+    problem: str
+    detail: str = ""
+
+
+@dataclass
+class Process:
+    """One row of npu-smi's process table."""
+
+    npu: str
+    chip: str
+    pid: str
+    pid_in_container: str  # "" where the column is absent or says NA
+    line: str
+
+
+def ready(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
+    """Write the marker, hold, and look for this PID in npu-smi meanwhile. A PID that is not found fails no run."""
+    guard.enter("ready", at_least_s=args.hold_seconds + args.timeout_seconds)
+    result = evidence.result
+    ready_at = time.monotonic()
+    result.update(ready_at=evidence.now(), hold_seconds=args.hold_seconds)
+    evidence.write("npu_ready.marker", (
+        f"NPU_READY_PID={os.getpid()}\nDEVICE={DEVICE}\nHOLD_SECONDS={args.hold_seconds}\n"
+        f"READY_AT={result['ready_at']}\nSIMULATED={int(result['simulated'])}\n").encode())
+    evidence.say(f"[ready]   NPU_READY_PID={os.getpid()} DEVICE={DEVICE} "
+                 f"MARKER={evidence.shown(evidence.dir / 'npu_ready.marker')}")
+    evidence.say(f"[ready]   holding {args.hold_seconds}s for external npu-smi correlation ...")
+    found = result["npu_smi"] = correlate(os.getpid(), evidence, guard)
+    evidence.say(f"[ready]   npu_smi captured={found['captured']} pid_found={found['pid_found']} "
+                 f"log={evidence.shown(evidence.dir / 'npu_smi.log')}")
+    if found["pid_found"]:
+        evidence.say(f"[ready]   npu_smi pid_line={found['pid_line']}")
+    else:
+        evidence.say(f"[ready]   npu_smi reason={found['reason']} {found['detail'] or ''}".rstrip())
+    time.sleep(max(0.0, args.hold_seconds - (time.monotonic() - ready_at)))
+
+
+def correlate(pid: int, evidence: Evidence, guard: Guard) -> dict[str, Any]:
+    """Whether npu-smi lists this PID, and if not, why not."""
+    found: dict[str, Any] = {"captured": False, "pid_found": False, "pid_line": None, "matched_by": None,
+                             "reason": None, "detail": None, "npu_id": None, "chip_id": None}
+    info = npu_smi(["info"], evidence, guard)
+    if info.problem:
+        return {**found, "reason": info.problem, "detail": info.detail or None}
+    found["captured"] = True
+    if match := re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", info.text):  # the tool's, then the driver's
+        evidence.result["versions"].update(npu_smi=match[1], driver=match[2])
+    processes = read_process_table(info.text)
+    if processes is None:
+        return {**found, "reason": "no process table"}
+    row, matched_by = find_process(pid, processes)
+    if row is None:
+        row, matched_by = find_beyond_cap(pid, processes, evidence, guard)
+    if row is None:
+        return {**found, "reason": "not listed"}
+    return {**found, "pid_found": True, "pid_line": row.line, "matched_by": matched_by, "npu_id": row.npu,
+            "chip_id": row.chip}
+
+
+def read_process_table(text: str) -> list[Process] | None:
+    """The rows of the process table of `npu-smi info`, None where it has no such table.
+
+    Read by the names in its header row: the columns, their widths and the lines around the table differ between
+    boards and drivers. The name cell is never looked at; since it may hold anything, the columns behind it are counted
+    from the end.
+    """
+    header: list[str] = []
+    processes: list[Process] = []
+    for line in text.splitlines():
+        cells = [" ".join(cell.split()) for cell in line.strip().split("|")[1:-1]]
+        names = [cell.lower() for cell in cells]
+        if "process id" in names:
+            header = names
+        elif header and len(cells) >= len(header) and (pid := cells[header.index("process id")]).isdecimal():
+            inside = ""
+            if "process id in container" in header:
+                inside = cells[header.index("process id in container") - len(header)]
+            npu, _, chip = cells[0].partition(" ")
+            processes.append(Process(npu, chip, pid, inside if inside.isdecimal() else "", line.strip()))
+    return processes if header else None
+
+
+def find_process(pid: int, processes: list[Process]) -> tuple[Process | None, str | None]:
+    """The row of this PID: by the container's column first. A row that has one belongs to that PID and no other."""
+    for process in processes:
+        if process.pid_in_container == str(pid):
+            return process, "process id in container"
+    for process in processes:
+        if process.pid == str(pid) and not process.pid_in_container:
+            return process, "process id"
+    return None, None
+
+
+def find_beyond_cap(pid: int, processes: list[Process], evidence: Evidence,
+                    guard: Guard) -> tuple[Process | None, str | None]:
+    """npu-smi info lists eight processes for a chip; its proc-mem query has no such cap."""
+    for npu_id, chip in sorted({(process.npu, process.chip) for process in processes}):
+        if sum((p.npu, p.chip) == (npu_id, chip) for p in processes) == NPU_SMI_MAX_PROCESSES:
+            answer = npu_smi(["info", "-t", "proc-mem", "-i", npu_id, *(["-c", chip] if chip else [])], evidence, guard)
+            for line in answer.text.splitlines() if not answer.problem else []:
+                if re.search(rf"Process id\s*:\s*{pid}\b", line):
+                    return Process(npu_id, chip, str(pid), "", line.strip()), "proc-mem"
+    return None, None
+
+
+def npu_smi(arguments: list[str], evidence: Evidence, guard: Guard) -> Answer:
+    """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
+    command = "npu-smi " + " ".join(arguments)
+    program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
+    output, problem, detail = b"", "", ""
+    if program is None:
+        problem, detail = "npu-smi missing", "it is not on PATH"
+    else:
+        try:
+            output, detail = bounded_output([program, *arguments], guard)
+        except OSError as error:
+            detail = str(error.strerror)
+        problem = "npu-smi failed" if detail else ""
+    heading = f"# {command} at={evidence.now()} outcome={detail or 'exit code 0'}\n"
+    try:
+        with open(evidence.dir / "npu_smi.log", "ab") as log:
+            log.write(heading.encode() + output + (b"" if output.endswith(b"\n") or not output else b"\n"))
+    except OSError as error:
+        raise EvidenceUnwritable(f"npu_smi.log: {error.strerror}", "free some space") from error
+    text = output.decode("utf-8", "replace")
+    if problem and (lines := text.strip().splitlines()):
+        detail += f": {lines[-1][:200]}"
+    return Answer(text, problem, detail)
+
+
+def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
+    """What a command printed, and "" or what was wrong with how it ended."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                             start_new_session=True)
+    guard.children.add(child)
+    deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
+    output, wrong = b"", ""
+    assert_pipe = child.stdout
+    if assert_pipe is None:
+        raise OSError("no pipe")
+    with assert_pipe as pipe:
+        while not wrong:
+            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
+            elif not (piece := os.read(pipe.fileno(), 65536)):
+                break
+            else:
+                output += piece
+                if len(output) > NPU_SMI_MAX_BYTES:
+                    wrong = f"more than {NPU_SMI_MAX_BYTES} bytes"
+    if not wrong:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.1, deadline - time.monotonic()))
+    if child.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        wrong = wrong or "closed its output but did not end"
+    guard.children.discard(child)
+    if not wrong and child.returncode:
+        wrong = f"exit code {child.returncode}"
+    return output[:NPU_SMI_MAX_BYTES], wrong
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage forward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def forward(model: PPO, checkpoint: Checkpoint, rows: list[Any], torch: Any, evidence: Evidence, guard: Guard) -> None:
+    """One deterministic pass over the observations on npu:0, run twice; both must agree bit for bit."""
+    import numpy
+
+    guard.enter("forward")
+    result = evidence.result
+    with torch.no_grad():
+        started = time.monotonic()
+        observations = torch.from_numpy(numpy.array(rows, dtype=numpy.float32)).to(DEVICE)
+        outputs = policy_outputs(model.policy, observations, torch)
+        torch.npu.synchronize()
+        forward_s = time.monotonic() - started
+        values = to_host(outputs, torch)
+        again = to_host(policy_outputs(model.policy, observations, torch), torch)
+    result.update(forward_s=round(forward_s, 6), input_device=str(observations.device),
+                  outputs={name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "device": str(tensor.device)}
+                           for name, tensor in outputs.items()})
+    devices = sorted({output["device"] for output in result["outputs"].values()})
+    result.update(output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
+                  bitwise_repeatable=all(values[name].tobytes() == again[name].tobytes() for name in values),
+                  observation=rows, action_space={key: value for key, value in checkpoint.network.action.items()
+                                                  if key != "box"})
+    not_finite = sorted(name for name, array in values.items() if not numpy.isfinite(array).all())
+    if not_finite:
+        raise ForwardFailed(f"{', '.join(not_finite)}: NaN or infinite", "the weights overflow on this observation")
+    result.update({name: array.tolist() for name, array in values.items()})
+    log_forward(result, evidence)
+    if result["input_device"] != DEVICE or not result["all_outputs_on_npu"]:
+        raise ForwardFailed(f"input on {result['input_device']}, outputs on {devices}: not all on {DEVICE}",
+                            "this is a fault of SB3 or torch_npu")
+    if not result["bitwise_repeatable"]:
+        raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
+    if checkpoint.pinned and rows == [[0.0, 0.0, 0.0, 0.0]]:
+        result["reference"] = compare_with_published(result)
+        evidence.say(f"[forward] reference=published within_tolerance={result['reference']['within_tolerance']} "
+                     f"max_abs_diff={result['reference']['max_abs_diff']}")
+        if not result["reference"]["within_tolerance"]:
+            raise ForwardFailed(f"the result differs from the published one: {result['reference']['max_abs_diff']}",
+                                "another chip may differ in the last bits, not by this much: the port is at fault")
+
+
+def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[str, torch.Tensor]:
+    """Everything that one deterministic pass gives, as tensors on the device of `observations`.
+
+    For n observations: action (n, *action shape), value (n, 1), log_prob (n,), entropy (n,); probs and logits
+    (n, choices) where actions are categorical or binary, MultiDiscrete's side by side; mean and std (n, size) of a
+    Gaussian, and env_action, the action as `PPO.predict` would hand it to the environment: clipped to the space, or
+    scaled to it when the policy squashes. A squashed Gaussian has no entropy in closed form.
+    """
+    action, value, log_prob = policy(observations, deterministic=True)
+    outputs = {"action": action, "value": value, "log_prob": log_prob}
+    # policy.forward leaves the distribution that it built in action_dist: no second pass for the rest.
+    entropy = policy.action_dist.entropy()
+    if entropy is not None:
+        outputs["entropy"] = entropy
+    distribution = policy.action_dist.distribution
+    if isinstance(distribution, list):  # MultiDiscrete: one categorical each
+        outputs["probs"] = torch.cat([choice.probs for choice in distribution], dim=1)
+        outputs["logits"] = torch.cat([choice.logits for choice in distribution], dim=1)
+    elif hasattr(distribution, "probs"):
+        outputs.update(probs=distribution.probs, logits=distribution.logits)
+    else:
+        outputs.update(mean=distribution.mean, std=distribution.stddev)
+        low, high = (torch.as_tensor(bound, dtype=action.dtype).to(action.device)
+                     for bound in (policy.action_space.low, policy.action_space.high))
+        outputs["env_action"] = (low + 0.5 * (action + 1.0) * (high - low) if policy.squash_output
+                                 else torch.clamp(action, low, high))
+    return outputs
+
+
+def to_host(outputs: dict[str, torch.Tensor], torch: Any) -> dict[str, numpy.ndarray[Any, Any]]:
+    """The outputs as numpy arrays: one copy for all float32 together, one more for integer actions."""
+    count = len(outputs["value"])
+    floats = {name: tensor.reshape(count, -1) for name, tensor in outputs.items() if tensor.dtype == torch.float32}
+    together = torch.cat(list(floats.values()), dim=1).cpu().numpy()
+    values, start = {}, 0
+    for name, tensor in outputs.items():
+        if name in floats:
+            width = floats[name].shape[1]
+            values[name] = together[:, start:start + width].reshape(tuple(tensor.shape))
+            start += width
+        else:
+            values[name] = tensor.cpu().numpy()
+    return values
+
+
+def log_forward(result: dict[str, Any], evidence: Evidence) -> None:
+    def described(name: str) -> str:
+        output = result["outputs"][name]
+        return (f"{name}={result[name]} shape={tuple(output['shape'])} dtype={output['dtype']} "
+                f"device={output['device']}")
+
+    evidence.say(f"[forward] elapsed={result['forward_s']:.4f}s (npu-synchronized)")
+    evidence.say(f"[forward] obs={result['observation']} shape={tuple(shape_of(result['observation']))} dtype=torch.float32 "
+                 f"device={result['input_device']}")
+    for name in ("action", "value", "log_prob"):
+        evidence.say(f"[forward] {described(name)}")
+    pair = ("probs", "logits") if result["probs"] is not None else ("mean", "std")
+    evidence.say(f"[forward] {pair[0]}={result[pair[0]]} {pair[1]}={result[pair[1]]} entropy={result['entropy']}")
+    if result["env_action"] is not None:
+        evidence.say(f"[forward] {described('env_action')}")
+    evidence.say(f"[forward] all_outputs_on_npu={result['all_outputs_on_npu']}")
+    evidence.say(f"[forward] bitwise_repeatable={result['bitwise_repeatable']}")
+
+
+def shape_of(value: Any) -> list[int]:
+    return [len(value), *shape_of(value[0])] if isinstance(value, list) else []
+
+
+def compare_with_published(result: dict[str, Any]) -> dict[str, Any]:
+    """The result for the zero observation against the published one: same action, the rest within TOLERANCE."""
+    differences = {}
+    within = result["action"] == PUBLISHED["action"]
+    for name in ("value", "log_prob", "probs", "logits", "entropy"):
+        pairs = list(zip(flat(result[name]), flat(PUBLISHED[name]), strict=True))
+        differences[name] = max(abs(ours - theirs) for ours, theirs in pairs)
+        scale = max(abs(theirs) for _, theirs in pairs) if name == "value" else 1.0
+        within = within and differences[name] <= TOLERANCE * scale
+    return {"name": "published", "tolerance": TOLERANCE, "within_tolerance": within,
+            "action_equal": result["action"] == PUBLISHED["action"], "max_abs_diff": differences}
+
+
+def flat(value: Any) -> list[float]:
+    return [number for part in value for number in flat(part)] if isinstance(value, list) else [value]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Stage final, and the whole
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def final(torch: Any, evidence: Evidence, guard: Guard) -> None:
+    guard.enter("final")
+    torch.npu.synchronize()  # an error that is still on its way ends the run here
+    # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
+    retries = torch.npu.memory_stats().get("num_alloc_retries", 0)
+    if retries:
+        raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
+                            "the device is full or at fault: npu-smi info shows its memory")
+    evidence.commit()
+
+
+def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
+    """All stages. Returns only when the evidence of a good run is committed."""
+    guard.enter("verify")
+    evidence.say(f"[inference] python            : {platform.python_version()}")
+    evidence.say(f"[inference] platform          : {platform.platform()}")
+    evidence.say(f"[inference] pid               : {os.getpid()}")
+    evidence.say(f"[inference] cwd               : {evidence.shown(os.curdir, typed='outside the project')}")
+    checkpoint = verify(args, evidence)
+    rows = observations_of(args, checkpoint.network.observation.shape)
+    prepare_environment(evidence)
+    with no_cpu_fallback(evidence):
+        torch = npu(evidence, guard)
+        model = load(checkpoint, torch, evidence, guard)
+        ready(args, evidence, guard)
+        forward(model, checkpoint, rows, torch, evidence, guard)
+    final(torch, evidence, guard)
+
+
+STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
+                  "final": ForwardFailed}
+
+
+def log_dir_of(argv: list[str]) -> str | None:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-dir", type=existing_name)
+    log_dir: str | None = parser.parse_known_args(argv)[0].log_dir
+    return log_dir
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    for fd in (0, 1, 2):  # were one of them closed, the log would get its number, and all that libraries print there
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if {"-h", "--help"} & set(argv):
+        create_parser().parse_args(["--help"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED_SIGNALS)  # the guard receives them
+    evidence = guard = None
+    try:
+        evidence = Evidence(log_dir_of(argv), ["inference.py", *argv])
+        evidence.open()
+        # Parsed only now: whatever is wrong with this call, the result of an earlier one must not pass for its own.
+        args = create_parser().parse_args(argv)
+        guard = Guard(evidence, args.timeout_seconds)
+        run(args, evidence, guard)
+        code = 0
+    except Exception as error:  # noqa: BLE001 (the one place where errors become exit codes)
+        failure = error
+        stage = evidence.stage if evidence else "usage"
+        if isinstance(error, (RuntimeError, MemoryError)) and stage in STAGE_FAILURES:
+            failure = STAGE_FAILURES[stage](f"{type(error).__name__}: {first_line(error)}", DEVICE_HINT)
+        elif not isinstance(error, Failure):
+            traceback.print_exc()
+        if evidence is None:
+            print(f"inference.py: {stage}: {error}", file=sys.stderr)
+            return failure.code if isinstance(failure, Failure) else 1
+        code = evidence.conclude(failure)
+    leave(evidence, guard, code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
