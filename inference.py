@@ -1485,8 +1485,8 @@ def log_forward(result: dict[str, Any], evidence: Evidence) -> None:
                 f"device={output['device']}")
 
     evidence.say(f"[forward] elapsed={result['forward_s']:.4f}s (npu-synchronized)")
-    evidence.say(f"[forward] obs={result['observation']} shape={tuple(shape_of(result['observation']))} dtype=torch.float32 "
-                 f"device={result['input_device']}")
+    evidence.say(f"[forward] obs={result['observation']} shape={tuple(shape_of(result['observation']))} "
+                 f"dtype=torch.float32 device={result['input_device']}")
     for name in ("action", "value", "log_prob"):
         evidence.say(f"[forward] {described(name)}")
     pair = ("probs", "logits") if result["probs"] is not None else ("mean", "std")
