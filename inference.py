@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import csv
 import ctypes
 import fcntl
 import hashlib
@@ -45,11 +47,11 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy
@@ -89,8 +91,13 @@ REQUIRED_MEMBERS = {"data", "policy.pth", "policy.optimizer.pth"}
 OPTIONAL_MEMBERS = {"pytorch_variables.pth", "_stable_baselines3_version", "system_info.txt"}
 MAX_EXPANDED_BYTES = 128 << 20  # of the file, and of its members together: an MLP of 11 million parameters
 
-EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log")
+OUTPUTS_FILE = "npu_outputs.npz"
+EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log", OUTPUTS_FILE)
 RESULT_FILE = "npu_result.json"
+CHUNK_BYTES = 1 << 20  # of float32 observations in one pass over a file, and
+CHUNK_ROWS = 16384  # no more rows than these
+SHOWN_ROWS = 16  # of a file, in the log and the result
+PROGRESS_S = 5.0
 NPU_SMI_TIMEOUT_S = 20.0
 NPU_SMI_MAX_BYTES = 1 << 20
 NPU_SMI_MAX_PROCESSES = 8  # npu-smi lists no more for one chip
@@ -164,8 +171,14 @@ def create_parser() -> argparse.ArgumentParser:
                        help=f"an SB3 PPO zip (default: {CHECKPOINT_NAME} beside this script)")
     model.add_argument("--sha256", metavar="HEX", type=sha256_digest, default=CHECKPOINT_SHA256,
                        help="the digest that the checkpoint must have (default: the pinned checkpoint's)")
-    model.add_argument("--observation", metavar="JSON", type=json_observation, default=None,
-                       help="one observation or a list of them (default: zeros, [0.0, 0.0, 0.0, 0.0] for CartPole)")
+    rows = parser.add_argument_group("the observations")
+    one = rows.add_mutually_exclusive_group()
+    one.add_argument("--observation", metavar="JSON", type=json_observation, default=None,
+                     help="one observation or a list of them (default: zeros, [0.0, 0.0, 0.0, 0.0] for CartPole)")
+    one.add_argument("--observations", metavar="FILE", type=existing_name, default=None,
+                     help=f"a .npy, .csv or .json file of them, one a row; all outputs go to {OUTPUTS_FILE}")
+    rows.add_argument("--shard", metavar="I/N", type=shard, default=(1, 1),
+                      help="only the I-th of N equal slices of the file, I from 1 to N")
     run = parser.add_argument_group("the run")
     run.add_argument("--hold-seconds", metavar="S", type=seconds, default=8.0,
                      help="time between the ready marker and the forward, for npu-smi (default: 8)")
@@ -173,6 +186,13 @@ def create_parser() -> argparse.ArgumentParser:
                      help="where the evidence goes (default: logs beside this script)")
     run.add_argument("--timeout-seconds", metavar="S", type=seconds, default=300.0,
                      help="end a run whose device does not answer, the hold not counted (default: 300)")
+    extra = parser.add_argument_group("beside the evidence")
+    extra.add_argument("--compare-cpu", action="store_true",
+                       help="run the same weights and observations on the CPU too, as a reference for the NPU")
+    extra.add_argument("--tolerance", metavar="T", type=positive, default=TOLERANCE,
+                       help="what --compare-cpu allows: absolute, relative above 1 (default: %(default)s)")
+    extra.add_argument("--benchmark", metavar="N", type=count, default=0,
+                       help="time N warm passes over one observation, and batches of 1, 16, 256 and 4096")
     return parser
 
 
@@ -198,6 +218,27 @@ def seconds(text: str) -> float:
     return value
 
 
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return value
+
+
+def count(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000000")
+    return value
+
+
+def shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no slice I/N with I from 1 to N, such as 1/4")
+    return int(match[1]), int(match[2])
+
+
 def json_observation(text: str) -> list[Any]:
     try:
         value = json.loads(text)
@@ -219,8 +260,9 @@ def empty_result() -> dict[str, Any]:
         started_at finished_at environment versions npu_available npu_device npu_device_name device_count
         visible_devices device_nodes determinism policy_class action_space num_params param_devices all_params_on_npu
         params_match_checkpoint hold_seconds ready_at npu_smi input_device model_device output_device
-        all_outputs_on_npu observation action env_action value log_prob entropy probs logits mean std outputs
-        bitwise_repeatable reference load_s forward_s total_s files error"""
+        all_outputs_on_npu rows repeated_rows observations observation action env_action value log_prob entropy probs
+        logits mean std outputs
+        bitwise_repeatable reference cpu_reference benchmark stages load_s forward_s total_s files error"""
     return dict.fromkeys(keys.split())
 
 
@@ -242,6 +284,7 @@ class Evidence:
         self.started = time.monotonic()
         self.started_at = datetime.now(timezone.utc)
         self.result = empty_result()
+        self.stage_started = self.started
         self.result.update(
             schema="npu-inference-evidence/1", engine="torch_npu", pid=os.getpid(), started_at=self.now(),
             argv=[self.shown_argument(argument) for argument in argv],
@@ -250,6 +293,15 @@ class Evidence:
     def now(self) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
         return (self.started_at + timedelta(seconds=time.monotonic() - self.started)).isoformat(timespec="microseconds")
+
+    def enter(self, stage: str | None) -> None:
+        """Note how long the stage took that ends here, and begin the next."""
+        now = time.monotonic()
+        if self.stage != "start":
+            self.result["stages"] = [*(self.result["stages"] or []), {
+                "name": self.stage, "elapsed_s": round(now - self.stage_started, 6),
+                "outcome": "failed" if self.result["error"] else "ok"}]
+        self.stage, self.stage_started = stage or self.stage, now
 
     def open(self) -> None:
         """Lock the directory, remove what an earlier run left, and start the log."""
@@ -348,7 +400,7 @@ class Evidence:
                 os.write(2, text)
             return text
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
         """Write a file of the run atomically and durably."""
         try:
             replace_file(self.dir / name, data)
@@ -365,6 +417,7 @@ class Evidence:
 
     def seal(self, exit_code: int) -> None:
         """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
+        self.enter(None)
         self.result.update(exit_code=exit_code, finished_at=self.now(),
                            total_s=round(time.monotonic() - self.started, 6))
         try:
@@ -424,12 +477,15 @@ class Evidence:
             return code
 
 
-def replace_file(path: Path, data: bytes, before_rename: Any = None) -> None:
+def replace_file(path: Path, data: bytes | Callable[[IO[bytes]], None], before_rename: Any = None) -> None:
     """Write a file so that no reader ever sees a part of it, and so that it survives a power cut."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            if callable(data):
+                data(file)
+            else:
+                file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if before_rename:
@@ -490,7 +546,9 @@ class Guard:
     def enter(self, stage: str, at_least_s: float = 0.0) -> None:
         """Name the stage (or its next step) and give the device the full time again."""
         deadline = time.monotonic() + max(self.timeout_s, at_least_s)
-        self.evidence.stage, self.evidence.deadline = stage, deadline
+        if stage != self.evidence.stage:
+            self.evidence.enter(stage)
+        self.evidence.deadline = deadline
         os.write(self.pipe, f"{deadline} {stage}\n".encode())
         self.timer.set(deadline + 2 * GRACE_S)
 
@@ -844,15 +902,145 @@ def count_parameters(network: Network) -> int:
     return total
 
 
-def observations_of(args: argparse.Namespace, shape: tuple[int, ...]) -> list[Any]:
-    """The observations of the command line as a list of them, each of the given shape."""
-    if args.observation is None:
-        return [nested_zeros(shape)]
-    for value in ([args.observation], args.observation):
-        if all(has_shape(observation, shape) for observation in value):
-            return value
-    raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or holds a "
-                     "value that is no finite number", f"one observation: {json.dumps(nested_zeros(shape))[:100]}")
+# ---------------------------------------------------------------------------------------------------------------------
+# Observations: from the command line or a file of any length, checked before the NPU is touched
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Observations:
+    """The rows of a run: an array of shape (n, *observation shape), float32 or float64, in memory or mapped."""
+
+    rows: numpy.ndarray[Any, Any]
+    source: str  # of an error message: what a row is called
+    first: int = 0  # number of the first row in the file
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def chunk_rows(self) -> int:
+        """Rows of one pass: a fixed number, so that memory does not grow with the file."""
+        return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * math.prod(self.rows.shape[1:]))))
+
+    def chunks(self) -> Iterator[numpy.ndarray[Any, Any]]:
+        """The rows in order as contiguous float32 arrays. Raises UsageError on a value that float32 cannot hold."""
+        import numpy
+
+        for start in range(0, len(self), self.chunk_rows()):
+            with numpy.errstate(over="ignore"):
+                # a copy: what a mapped file holds may change, what is checked, hashed and run may not
+                chunk = numpy.array(self.rows[start:start + self.chunk_rows()], dtype=numpy.float32, order="C")
+            finite = numpy.isfinite(chunk.reshape(len(chunk), -1)).all(axis=1)
+            if not finite.all():
+                row = self.first + start + int(finite.argmin())
+                raise UsageError(f"{self.source} {row} holds NaN, infinity or a number beyond float32",
+                                 "rows count from 0; mend or remove it")
+            yield chunk
+
+
+def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence: Evidence) -> Observations:
+    """The observations that the command line names, all of them checked."""
+    import numpy
+
+    if args.observations is None:
+        if args.shard != (1, 1):
+            raise UsageError("--shard needs --observations", "name the file whose slices are meant")
+        value = nested_zeros(shape) if args.observation is None else args.observation
+        for rows in ([value], value):
+            if all(has_shape(row, shape) for row in rows):
+                observations = Observations(numpy.array(rows, dtype=numpy.float64), "observation")
+                break
+        else:
+            raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or "
+                             "holds what is no number", f"one observation: {json.dumps(nested_zeros(shape))[:100]}")
+    else:
+        observations = read_observation_file(args, shape, evidence)
+    digest = hashlib.sha256()
+    for chunk in observations.chunks():
+        digest.update(chunk.tobytes())
+    evidence.result["rows"] = len(observations)
+    if args.observations is not None:
+        name = evidence.shown(args.observations, typed=args.observations)
+        evidence.result["observations"] = {
+            "file": name, "dtype": str(observations.rows.dtype), "shard": "/".join(map(str, args.shard)),
+            "first_row": observations.first, "rows": len(observations), "sha256_float32": digest.hexdigest()}
+        evidence.say(f"[inference] observations      : {name} rows={observations.first}.."
+                     f"{observations.first + len(observations) - 1} dtype={observations.rows.dtype}"
+                     + (" cast to float32" if observations.rows.dtype != numpy.float32 else ""))
+    return observations
+
+
+def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...], evidence: Evidence) -> Observations:
+    """A slice of a file: .npy mapped; .csv and .json parsed row by row into an unnamed file, and that mapped."""
+    import numpy
+
+    shown = evidence.shown(args.observations, typed=args.observations)
+    kind = Path(args.observations).suffix.lower()
+    try:
+        if kind == ".npy":
+            rows = numpy.load(args.observations, mmap_mode="r", allow_pickle=False)
+        elif kind in (".csv", ".json"):
+            size = math.prod(shape)
+            with open(args.observations, encoding="utf-8") as text, \
+                    tempfile.TemporaryFile(dir=evidence.dir) as parsed:
+                for number, row in enumerate(csv_rows(text) if kind == ".csv" else json_rows(text)):
+                    values = flat(row)
+                    if len(values) != size or (kind == ".json" and not has_shape(row, shape)):
+                        raise UsageError(f"{shown}: row {number} has not the shape {list(shape)} of the checkpoint's "
+                                         "observations, or holds what is no number", "rows count from 0")
+                    parsed.write(numpy.array(values, dtype=numpy.float64).tobytes())
+                parsed.flush()
+                rows = numpy.memmap(parsed, dtype=numpy.float64, mode="r",
+                                    shape=(parsed.tell() // (8 * size), *shape)) if parsed.tell() else []
+        else:
+            raise UsageError(f"{shown} is no .npy, .csv or .json file", "see python3 inference.py --help")
+    except OSError as error:
+        raise UsageError(f"{shown}: {error.strerror or error}", "name a file of observations") from error
+    except ValueError as error:  # of numpy, json and float
+        raise UsageError(f"{shown}: {first_line(error)}", "it is damaged, or of another format") from error
+    if not isinstance(rows, numpy.ndarray) or len(rows.shape) == 0 or len(rows) == 0:
+        raise UsageError(f"{shown} holds no rows", "one observation a row")
+    if rows.dtype not in (numpy.float32, numpy.float64):
+        raise UsageError(f"{shown} holds {rows.dtype}, not float32 or float64", "convert it with numpy's astype")
+    if rows.shape[1:] != shape:
+        raise UsageError(f"{shown} has the shape {list(rows.shape)}, the checkpoint's observations {list(shape)}",
+                         f"rows of that shape are needed: {['n', *shape]}")
+    index, of = args.shard
+    first, end = (index - 1) * len(rows) // of, index * len(rows) // of
+    if first == end:
+        raise UsageError(f"--shard {index}/{of} of {len(rows)} rows is empty", "use fewer slices")
+    return Observations(rows[first:end], f"{shown}: row", first)
+
+
+def csv_rows(text: Any) -> Iterator[list[float]]:
+    for row in csv.reader(text):
+        if row:
+            yield [float(value) for value in row]
+
+
+def json_rows(text: Any) -> Iterator[Any]:
+    """The elements of one JSON list, one by one: a file of any length in a little memory."""
+    decoder, buffer, position, more = json.JSONDecoder(), text.read(1 << 16).lstrip(), 1, True
+    if buffer[:1] != "[":
+        raise ValueError("it is no JSON list")
+    while True:
+        try:
+            while buffer[position] in " \t\r\n,":
+                position += 1
+            if buffer[position] == "]" and not more:
+                return
+            if buffer[position] != "]":
+                row, end = decoder.raw_decode(buffer, position)
+                _ = buffer[end]  # a number that the buffer's end cuts off would pass for a shorter one
+                yield row
+                buffer, position = buffer[end:], 0
+                continue
+        except (ValueError, IndexError, RecursionError) as error:
+            if not more:
+                raise ValueError(f"it is no JSON list of observations: {error}") from error
+        piece = text.read(1 << 16)
+        more = bool(piece)
+        buffer += piece
 
 
 def nested_zeros(shape: tuple[int, ...]) -> Any:
@@ -862,7 +1050,7 @@ def nested_zeros(shape: tuple[int, ...]) -> Any:
 def has_shape(value: Any, shape: tuple[int, ...]) -> bool:
     if shape:
         return isinstance(value, list) and len(value) == shape[0] and all(has_shape(v, shape[1:]) for v in value)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 3.4028234e38
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1392,45 +1580,127 @@ def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def forward(model: PPO, checkpoint: Checkpoint, rows: list[Any], torch: Any, evidence: Evidence, guard: Guard) -> None:
-    """One deterministic pass over the observations on npu:0, run twice; both must agree bit for bit."""
-    import numpy
-
-    guard.enter("forward")
+def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observations: Observations, torch: Any,
+            evidence: Evidence, guard: Guard) -> None:
+    """One deterministic pass over the observations on npu:0; the first chunk, mostly all of them, twice."""
     result = evidence.result
-    with torch.no_grad():
-        started = time.monotonic()
-        observations = torch.from_numpy(numpy.array(rows, dtype=numpy.float32)).to(DEVICE)
-        outputs = policy_outputs(model.policy, observations, torch)
-        torch.npu.synchronize()
-        forward_s = time.monotonic() - started
-        values = to_host(outputs, torch)
-        again = to_host(policy_outputs(model.policy, observations, torch), torch)
-    result.update(forward_s=round(forward_s, 6), input_device=str(observations.device),
-                  outputs={name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "device": str(tensor.device)}
-                           for name, tensor in outputs.items()})
-    devices = sorted({output["device"] for output in result["outputs"].values()})
-    result.update(output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
-                  bitwise_repeatable=all(values[name].tobytes() == again[name].tobytes() for name in values),
-                  observation=rows, action_space={key: value for key, value in checkpoint.network.action.items()
-                                                  if key != "box"})
-    not_finite = sorted(name for name, array in values.items() if not numpy.isfinite(array).all())
-    if not_finite:
-        raise ForwardFailed(f"{', '.join(not_finite)}: NaN or infinite", "the weights overflow on this observation")
-    result.update({name: array.tolist() for name, array in values.items()})
+    passes = Passes(model.policy, torch)
+    reference = CpuReference(model.policy, args.tolerance, torch) if args.compare_cpu else None
+    outputs = OutputsFile(evidence) if args.observations else None
+    done, started, reported = 0, time.monotonic(), time.monotonic()
+    for chunk in observations.chunks():
+        guard.enter("forward")
+        values = passes.run(chunk)
+        if done == 0:
+            again = passes.run(chunk, timed=False)
+            result.update(observation=chunk[:SHOWN_ROWS if outputs else None].tolist(), repeated_rows=len(chunk),
+                          bitwise_repeatable=all(values[n].tobytes() == again[n].tobytes() for n in values))
+            result.update({name: array[:len(result["observation"])].tolist() for name, array in values.items()})
+            benchmark_reference = chunk
+        if outputs:
+            outputs.append(values)
+        if reference:
+            reference.compare(chunk, values)
+        done += len(chunk)
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            rate = done / (reported - started)
+            evidence.say(f"[forward] rows={done}/{len(observations)} rows_per_s={rate:.0f} "
+                         f"left={(len(observations) - done) / rate:.0f}s")
+    if outputs:
+        outputs.save()
+    devices = sorted({description["device"] for description in passes.outputs.values()})
+    result.update(forward_s=round(passes.seconds, 6), input_device=passes.input_device, outputs=passes.outputs,
+                  output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
+                  action_space={key: value for key, value in checkpoint.network.action.items() if key != "box"})
     log_forward(result, evidence)
     if result["input_device"] != DEVICE or not result["all_outputs_on_npu"]:
         raise ForwardFailed(f"input on {result['input_device']}, outputs on {devices}: not all on {DEVICE}",
                             "this is a fault of SB3 or torch_npu")
     if not result["bitwise_repeatable"]:
         raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
-    if checkpoint.pinned and rows == [[0.0, 0.0, 0.0, 0.0]]:
+    if checkpoint.pinned and result["observation"] == [[0.0, 0.0, 0.0, 0.0]]:
         result["reference"] = compare_with_published(result)
         evidence.say(f"[forward] reference=published within_tolerance={result['reference']['within_tolerance']} "
                      f"max_abs_diff={result['reference']['max_abs_diff']}")
         if not result["reference"]["within_tolerance"]:
             raise ForwardFailed(f"the result differs from the published one: {result['reference']['max_abs_diff']}",
                                 "another chip may differ in the last bits, not by this much: the port is at fault")
+    if reference:
+        reference.conclude(evidence)
+    if args.benchmark:
+        benchmark(args.benchmark, passes, benchmark_reference, evidence, guard)
+
+
+class Passes:
+    """Passes of observations through the policy on npu:0, and what was seen of them."""
+
+    def __init__(self, policy: Any, torch: Any) -> None:
+        self.policy, self.torch = policy, torch
+        self.seconds = 0.0  # of the timed passes, each until the device had finished
+        self.input_device = ""
+        self.outputs: dict[str, dict[str, Any]] = {}  # dtype, shape and device by name
+
+    def run(self, chunk: numpy.ndarray[Any, Any], timed: bool = True) -> dict[str, numpy.ndarray[Any, Any]]:
+        """One pass over float32 observations (n, *shape). Raises ForwardFailed unless all that it gives is finite."""
+        import numpy
+
+        with self.torch.no_grad():
+            started = time.monotonic()
+            observations = self.torch.from_numpy(chunk).to(DEVICE)
+            outputs = policy_outputs(self.policy, observations, self.torch)
+            if timed:
+                self.torch.npu.synchronize()
+                self.seconds += time.monotonic() - started
+                self.record(observations, outputs)
+            values = to_host(outputs, self.torch)
+        for name, array in values.items():
+            if not numpy.isfinite(array).all():
+                raise ForwardFailed(f"{name} is NaN or infinite", "the weights overflow on these observations")
+        return values
+
+    def record(self, observations: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
+        self.input_device = str(observations.device)
+        for name, tensor in outputs.items():
+            rows = self.outputs[name]["shape"][0] if name in self.outputs else 0
+            device = self.outputs[name]["device"] if rows else DEVICE
+            self.outputs[name] = {"dtype": str(tensor.dtype), "shape": [rows + len(tensor), *tensor.shape[1:]],
+                                  "device": str(tensor.device) if device == DEVICE else device}
+
+
+class OutputsFile:
+    """npu_outputs.npz: each output as one array over all rows. Written as the rows come, so that memory stays flat."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.parts: dict[str, tuple[IO[bytes], numpy.ndarray[Any, Any], int]] = {}  # raw rows, a sample, their count
+
+    def append(self, values: dict[str, numpy.ndarray[Any, Any]]) -> None:
+        try:
+            for name, array in values.items():
+                if name not in self.parts:
+                    part = tempfile.TemporaryFile(dir=self.evidence.dir)  # noqa: SIM115 (open until save)
+                    self.parts[name] = (part, array[:1].copy(), 0)
+                file, sample, rows = self.parts[name]
+                file.write(array.tobytes())
+                self.parts[name] = (file, sample, rows + len(array))
+        except OSError as error:
+            raise EvidenceUnwritable(f"{OUTPUTS_FILE}: {error.strerror}", "free some space") from error
+
+    def save(self) -> None:
+        import numpy
+
+        def write(target: IO[bytes]) -> None:
+            with zipfile.ZipFile(target, "w") as archive:
+                for name, (file, sample, rows) in self.parts.items():
+                    # a fixed date: the same outputs give the same bytes
+                    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                        header = {"descr": numpy.lib.format.dtype_to_descr(sample.dtype), "fortran_order": False,
+                                  "shape": (rows, *sample.shape[1:])}
+                        numpy.lib.format.write_array_header_1_0(member, header)
+                        file.seek(0)
+                        shutil.copyfileobj(file, member, 1 << 20)
+        self.evidence.write(OUTPUTS_FILE, write)
 
 
 def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[str, torch.Tensor]:
@@ -1519,6 +1789,118 @@ def flat(value: Any) -> list[float]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Beside the evidence: the CPU as a reference, and times
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class CpuReference:
+    """The same weights and observations on the CPU: a reference for the NPU's outputs, never their source."""
+
+    def __init__(self, policy: Any, tolerance: float, torch: Any) -> None:
+        self.policy, self.torch, self.tolerance = copy.deepcopy(policy).to("cpu"), torch, tolerance
+        self.rows = self.agreeing = self.ties = 0
+        self.sums: dict[str, dict[str, float]] = {}
+
+    def compare(self, chunk: numpy.ndarray[Any, Any], npu: dict[str, numpy.ndarray[Any, Any]]) -> None:
+        import numpy
+
+        with self.torch.no_grad():
+            cpu = {name: tensor.numpy() for name, tensor in policy_outputs(
+                self.policy, self.torch.from_numpy(chunk), self.torch).items()}
+            differ = (cpu["action"] != npu["action"]).reshape(len(chunk), -1).any(axis=1)
+            if npu["action"].dtype != numpy.float32 or "probs" in npu:
+                # Where the CPU finds both actions as likely, the choice between them is a tie and no disagreement.
+                chosen = self.policy.action_dist.log_prob(self.torch.from_numpy(npu["action"])).numpy()
+                ties = differ & (numpy.abs(chosen - cpu["log_prob"]) <= self.tolerance)
+            else:  # a Gaussian action is a number like the others, compared as such below
+                ties = differ
+        self.rows += len(chunk)
+        self.agreeing += int((~differ).sum())
+        self.ties += int(ties.sum())
+        for name, array in cpu.items():
+            ours, theirs = npu[name].astype(numpy.float64), array.astype(numpy.float64)
+            difference = numpy.abs(ours - theirs)
+            keys = ("max", "sum", "count", "dot", "ours", "theirs", "worst")
+            sums = self.sums.setdefault(name, dict.fromkeys(keys, 0.0))
+            sums["max"] = max(sums["max"], float(difference.max()))
+            if name != "action" or (array.dtype == numpy.float32 and "probs" not in cpu):
+                sums["worst"] = max(sums["worst"], float((difference / numpy.maximum(1.0, numpy.abs(theirs))).max()))
+            for key, amount in (("sum", difference.sum()), ("count", difference.size), ("dot", (ours * theirs).sum()),
+                                ("ours", (ours * ours).sum()), ("theirs", (theirs * theirs).sum())):
+                sums[key] += float(amount)
+
+    def conclude(self, evidence: Evidence) -> None:
+        """Into the result and the log; raises ForwardFailed where the NPU is outside the tolerance."""
+        outputs = {name: {"max_abs_diff": sums["max"], "mean_abs_diff": sums["sum"] / sums["count"],
+                          "cosine": sums["dot"] / math.sqrt(sums["ours"] * sums["theirs"])
+                          if sums["ours"] and sums["theirs"] else None} for name, sums in self.sums.items()}
+        worst = max(sums["worst"] for sums in self.sums.values())
+        within = worst <= self.tolerance and self.agreeing + self.ties == self.rows
+        evidence.result["cpu_reference"] = {
+            "rows": self.rows, "tolerance": self.tolerance, "within_tolerance": within,
+            "action_agreement": self.agreeing / self.rows, "ties": self.ties, "outputs": outputs}
+        evidence.say(f"[cpu-reference] rows={self.rows} action_agreement={self.agreeing / self.rows} ties={self.ties} "
+                     f"within_tolerance={within} tolerance={self.tolerance}")
+        for name, measures in outputs.items():
+            evidence.say(f"[cpu-reference] {name} " + " ".join(f"{key}={value}" for key, value in measures.items()))
+        if not within:
+            raise ForwardFailed(f"the NPU differs from the CPU by {worst:.3g}, tolerance {self.tolerance}; actions "
+                                f"agree in {self.agreeing} of {self.rows} rows",
+                                "910A and 310P compute in float16: allow for it with --tolerance")
+
+
+BENCHMARK_WARM_UP = 10
+BENCHMARK_BATCHES = (1, 16, 256, 4096)
+
+
+def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
+              guard: Guard) -> None:
+    """Warm passes, from observations on the host to all outputs on the host, and the outputs of each pass checked.
+
+    Every pass gets another observation than the one before, so that a forward that is cached or skipped gives a wrong
+    answer and is found.
+    """
+    import numpy
+
+    random = numpy.random.default_rng(0)
+    varied = chunk[:1] + random.uniform(-1.0, 1.0, (8, *chunk.shape[1:])).astype(numpy.float32)
+    varied[0] = chunk[0]  # the observation of the evidence is among them
+    expected = [passes.run(varied[i:i + 1], timed=False) for i in range(len(varied))]
+    if expected[0]["action"][0].tolist() != evidence.result["action"][0]:
+        raise ForwardFailed("the benchmark's action is not the evidence's", "the device or a kernel is at fault")
+
+    def timed(batch: int, times: int) -> list[float]:
+        guard.enter("benchmark")
+        seconds = []
+        for number in range(BENCHMARK_WARM_UP + times):
+            which = (numpy.arange(batch) + number) % len(varied)
+            observations = varied[which]
+            started = time.perf_counter()
+            values = passes.run(observations, timed=False)
+            seconds.append(time.perf_counter() - started)
+            for name, array in values.items():
+                wanted = numpy.concatenate([expected[i][name] for i in which])
+                # float32 sums differ a little between batch shapes
+                if not numpy.allclose(array, wanted, rtol=1e-4, atol=1e-4):
+                    raise ForwardFailed(f"pass {number} of the benchmark gave another {name} than before",
+                                        "a forward was cached or skipped, or the device is at fault")
+        return seconds[BENCHMARK_WARM_UP:]
+
+    def summary(batch: int, seconds: list[float]) -> dict[str, Any]:
+        p50, p90, p99 = (float(numpy.percentile(seconds, q)) for q in (50, 90, 99))
+        return {"batch": batch, "passes": len(seconds), "p50_s": p50, "p90_s": p90, "p99_s": p99,
+                "mean_s": float(numpy.mean(seconds)), "rows_per_s": batch / float(numpy.mean(seconds))}
+
+    single = summary(1, timed(1, passes_wanted))
+    sweep = [summary(batch, timed(batch, min(passes_wanted, 20))) for batch in BENCHMARK_BATCHES]
+    evidence.result["benchmark"] = {"simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP,
+                                    "actions_equal_evidence": True, "single": single, "batches": sweep}
+    for line in (single, *sweep):
+        evidence.say("[benchmark] " + " ".join(f"{key}={value:.6g}" for key, value in line.items())
+                     + (" (simulated)" if evidence.result["simulated"] else ""))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Stage final, and the whole
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -1542,18 +1924,18 @@ def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     evidence.say(f"[inference] pid               : {os.getpid()}")
     evidence.say(f"[inference] cwd               : {evidence.shown(os.curdir, typed='outside the project')}")
     checkpoint = verify(args, evidence)
-    rows = observations_of(args, checkpoint.network.observation.shape)
+    observations = read_observations(args, checkpoint.network.observation.shape, evidence)
     prepare_environment(evidence)
     with no_cpu_fallback(evidence):
         torch = npu(evidence, guard)
         model = load(checkpoint, torch, evidence, guard)
         ready(args, evidence, guard)
-        forward(model, checkpoint, rows, torch, evidence, guard)
+        forward(args, model, checkpoint, observations, torch, evidence, guard)
     final(torch, evidence, guard)
 
 
 STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
-                  "final": ForwardFailed}
+                  "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
 def log_dir_of(argv: list[str]) -> str | None:
