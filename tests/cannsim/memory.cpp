@@ -6,6 +6,7 @@
 #include "runtime.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -14,7 +15,7 @@
 namespace cannsim {
 namespace {
 
-constexpr size_t page = 4096;
+const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));  // 64 KiB on some Arm machines
 constexpr size_t poisoned_at_most = size_t{64} << 20;
 
 size_t round_up(size_t bytes) { return (bytes + page - 1) / page * page; }
@@ -359,7 +360,7 @@ aclError aclrtPointerGetAttributes(const void *ptr, aclrtPtrAttributes *attribut
   State &s = state();
   const std::lock_guard<std::mutex> lock(s.memory_mutex);
   *attributes = aclrtPtrAttributes{};
-  attributes->pageSize = cannsim::page;
+  attributes->pageSize = static_cast<uint32_t>(cannsim::page);
   if (const cannsim::Block *const block = cannsim::find_block(ptr, 1)) {
     attributes->location.type = ACL_MEM_LOCATION_TYPE_DEVICE;
     attributes->location.id = static_cast<uint32_t>(block->device);
