@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import resource
@@ -107,12 +108,12 @@ def run(case: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    import stable_baselines3  # noqa: F401
-    import torch
-    import torch_npu  # noqa: F401
-
-    if torch.npu.is_initialized():
+    for name in ("torch", "torch_npu", "stable_baselines3"):  # in the program's order
+        importlib.import_module(name)
+    if sys.modules["torch"].npu.is_initialized():
         sys.exit("importing touched the device: forked children could not use it")
+    sys.stdout.flush()  # what the imports printed is not the children's to print again
+    sys.stderr.flush()
     gc.collect()
     gc.freeze()
     case = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import resource
+import runpy
 import select
 import shutil
 import signal
@@ -246,8 +247,9 @@ class _Server:
     def __init__(self, environment: dict[str, str]) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        # Read when torch_npu is imported, so inference.py sets them before. A case starts without them.
-        environment = environment | {"TASK_QUEUE_ENABLE": "0", "TORCH_NPU_FALLBACK_CPU_DISABLE": "1"}
+        # What inference.py sets before it imports torch, which reads some of it then. A case starts without.
+        program = runpy.run_path(str(PROJECT / "inference.py"))
+        environment = environment | program["DEFAULT_ENVIRONMENT"] | program["FORCED_ENVIRONMENT"]
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, str(PROJECT / "tests/forkserver.py"), str(other.fileno())],

@@ -18,10 +18,10 @@ import support
 
 PROGRAM = """
 import json, os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 print(json.dumps({"argv": sys.argv, "cwd": os.getcwd(), "pid": os.getpid(), "python": sys.executable,
                   "env": dict(os.environ)}), flush=True)
 if "--sleep" in sys.argv:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     time.sleep(60)
 sys.exit(int(os.environ.get("EXIT", 0)))
 """
