@@ -24,6 +24,7 @@ input: it is read once, hashed, and loaded from those same bytes, and nothing in
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import copy
 import csv
@@ -40,6 +41,7 @@ import re
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     import torch
     from stable_baselines3 import PPO
 
+SCHEMA = "npu-inference-evidence/1"
 PROJECT = Path(__file__).resolve().parent
 DEVICE = "npu:0"
 
@@ -193,6 +196,8 @@ def create_parser() -> argparse.ArgumentParser:
                        help="what --compare-cpu allows: absolute, relative above 1 (default: %(default)s)")
     extra.add_argument("--benchmark", metavar="N", type=count, default=0,
                        help="time N warm passes over one observation, and batches of 1, 16, 256 and 4096")
+    extra.add_argument("--check", metavar="DIR", nargs="?", const="", type=str,
+                       help="run nothing, but check an evidence set (default: logs beside this script)")
     return parser
 
 
@@ -254,16 +259,109 @@ def json_observation(text: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def empty_result() -> dict[str, Any]:
-    """The keys of npu_result.json, in the order in which they are written; null until this process has measured it."""
-    keys = """schema exit_code simulated engine model_id source_revision license checkpoint script_sha256 pid argv
-        started_at finished_at environment versions npu_available npu_device npu_device_name device_count
-        visible_devices device_nodes determinism policy_class action_space num_params param_devices all_params_on_npu
-        params_match_checkpoint hold_seconds ready_at npu_smi input_device model_device output_device
-        all_outputs_on_npu rows repeated_rows observations observation action env_action value log_prob entropy probs
-        logits mean std outputs
-        bitwise_repeatable reference cpu_reference benchmark stages load_s forward_s total_s files error"""
-    return dict.fromkeys(keys.split())
+# The keys of npu_result.json in their order, with their types; a run that failed has null for what it did not measure.
+RESULT_TYPES: dict[str, tuple[type, ...]] = {
+    "schema": (str,), "exit_code": (int,), "simulated": (bool,), "simulator": (str, type(None)), "engine": (str,),
+    "model_id": (str, type(None)), "source_revision": (str, type(None)), "license": (str, type(None)),
+    "checkpoint": (dict,), "script_sha256": (str,), "pid": (int,), "argv": (list,), "cwd": (str,), "log_dir": (str,),
+    "started_at": (str,), "finished_at": (str,), "environment": (dict,), "versions": (dict,), "npu_available": (bool,),
+    "npu_device": (str,), "npu_device_name": (str,), "device_count": (int,), "visible_devices": (str,),
+    "device_nodes": (list,), "determinism": (dict,), "policy_class": (str,), "action_space": (dict,),
+    "num_params": (int,), "param_devices": (list,), "all_params_on_npu": (bool,), "params_match_checkpoint": (bool,),
+    "hold_seconds": (float,), "ready_at": (str,), "npu_smi": (dict,), "input_device": (str,), "model_device": (str,),
+    "output_device": (str,), "all_outputs_on_npu": (bool,), "rows": (int,), "repeated_rows": (int,),
+    "observations": (dict, type(None)), "observation": (list,), "action": (list,), "env_action": (list, type(None)),
+    "value": (list,), "log_prob": (list,), "entropy": (list, type(None)), "probs": (list, type(None)),
+    "logits": (list, type(None)), "mean": (list, type(None)), "std": (list, type(None)), "outputs": (dict,),
+    "bitwise_repeatable": (bool,), "reference": (dict, type(None)), "cpu_reference": (dict, type(None)),
+    "benchmark": (dict, type(None)), "stages": (list,), "load_s": (float,), "forward_s": (float,), "total_s": (float,),
+    "files": (dict,), "error": (dict, type(None)),
+}
+
+Result = dict[str, Any]  # npu_result.json
+
+
+def fields(prefix: str, values: dict[str, Any]) -> str:
+    return " ".join([prefix, *(f"{name}={value}" for name, value in values.items())])
+
+
+def lines_of_output(result: Result, name: str) -> str:
+    output = result["outputs"][name]
+    return (f"[forward] {name}={result[name]} shape={tuple(output['shape'])} dtype={output['dtype']} "
+            f"device={output['device']}")
+
+
+def lines_of_forward(r: Result) -> list[str]:
+    shape = (r["rows"], *shape_of(r["observation"])[1:])
+    pair = ("probs", "logits") if r["probs"] is not None else ("mean", "std")
+    return [
+        f"[forward] elapsed={r['forward_s']:.4f}s (npu-synchronized)",
+        f"[forward] obs={r['observation']} shape={shape} dtype=torch.float32 device={r['input_device']}",
+        *(lines_of_output(r, name) for name in ("action", "value", "log_prob")),
+        f"[forward] {pair[0]}={r[pair[0]]} {pair[1]}={r[pair[1]]} entropy={r['entropy']}",
+        *([lines_of_output(r, "env_action")] if r["env_action"] is not None else []),
+        f"[forward] all_outputs_on_npu={r['all_outputs_on_npu']}",
+        f"[forward] bitwise_repeatable={r['bitwise_repeatable']} rows={r['repeated_rows']}",
+    ]
+
+
+# The log, a block at a time, in the order in which a run writes it. Each line is made of the result's own values:
+# what --check rebuilds from the JSON must be what the log says.
+LOG: dict[str, Callable[[Result], list[str]]] = {
+    "start": lambda r: [
+        f"[inference] python            : {r['versions']['python']}",
+        f"[inference] platform          : {r['versions']['platform']}",
+        f"[inference] pid               : {r['pid']}",
+        f"[inference] cwd               : {r['cwd']}",
+        f"[inference] checkpoint        : {r['checkpoint']['path']}"],
+    "verify": lambda r: [
+        f"[verify]  bytes={r['checkpoint']['bytes']} sha256={r['checkpoint']['sha256']}",
+        f"[verify]  size_ok={r['checkpoint']['size_ok']} sha256_ok={r['checkpoint']['sha256_ok']}"],
+    "observations": lambda r: [fields("[verify] ", r["observations"])] if r["observations"] else [],
+    "torch": lambda r: [f"[npu]     torch={r['versions']['torch']} torch_npu={r['versions']['torch_npu']}"],
+    "npu": lambda r: [
+        f"[npu]     is_available={r['npu_available']} device={r['npu_device']} name={r['npu_device_name']}",
+        f"[npu]     device_count={r['device_count']} CANN={r['versions']['cann']} npu-smi={r['versions']['npu_smi']}",
+        *([f"[npu]     SIMULATED by {r['simulator']}: nothing in this run touched a physical NPU"]
+          if r["simulated"] else [])],
+    "load": lambda r: [
+        f"[load]    PPO.load elapsed={r['load_s']:.4f}s device={r['model_device']}",
+        f"[model]   policy_class={r['policy_class']} num_params={r['num_params']}",
+        f"[model]   param_devices={r['param_devices']} all_params_on_npu={r['all_params_on_npu']}"],
+    "bits": lambda r: [f"[model]   params_match_checkpoint={r['params_match_checkpoint']}"],
+    "marker": lambda r: [
+        f"[ready]   NPU_READY_PID={r['pid']} DEVICE={r['npu_device']} MARKER={r['log_dir']}/npu_ready.marker",
+        f"[ready]   holding {r['hold_seconds']}s for external npu-smi correlation ..."],
+    "npu_smi": lambda r: [
+        f"[ready]   npu_smi captured={r['npu_smi']['captured']} pid_found={r['npu_smi']['pid_found']} "
+        f"log={r['log_dir']}/npu_smi.log",
+        f"[ready]   npu_smi pid_line={r['npu_smi']['pid_line']}" if r["npu_smi"]["pid_found"] else
+        f"[ready]   npu_smi reason={r['npu_smi']['reason']} detail={r['npu_smi']['detail']}"],
+    "forward": lines_of_forward,
+    "reference": lambda r: [fields("[forward]", {"reference": r["reference"]["name"], **r["reference"]})]
+    if r["reference"] else [],
+    "cpu_reference": lambda r: [
+        fields("[cpu-reference]", {k: v for k, v in r["cpu_reference"].items() if k != "outputs"}),
+        *(fields(f"[cpu-reference] {name}", measures) for name, measures in r["cpu_reference"]["outputs"].items())]
+    if r["cpu_reference"] else [],
+    "benchmark": lambda r: [
+        fields("[benchmark]" + (" SIMULATED" if r["simulated"] else ""), line)
+        for line in (r["benchmark"]["single"], *r["benchmark"]["batches"])] if r["benchmark"] else [],
+}
+PROGRESS = re.compile(r"\[forward\] rows=\d+/\d+ rows_per_s=\d+ left=\d+s")
+
+
+def final_line(result: Result) -> str:
+    return f"[final]   exit_code={result['exit_code']} result_json={result['log_dir']}/{RESULT_FILE}"
+
+
+def log_text(line: str) -> str:
+    """A line as it stands in the log: one line, whatever a library's message or an argument holds."""
+    return " ".join(line.splitlines()).encode("utf-8", "backslashreplace").decode()
+
+
+def shape_of(value: Any) -> list[int]:
+    return [len(value), *shape_of(value[0])] if isinstance(value, list) and value else []
 
 
 class Evidence:
@@ -283,11 +381,13 @@ class Evidence:
         self.deadline = math.inf  # time.monotonic() of the moment when the run counts as hung
         self.started = time.monotonic()
         self.started_at = datetime.now(timezone.utc)
-        self.result = empty_result()
+        self.result: Result = dict.fromkeys(RESULT_TYPES)
         self.stage_started = self.started
         self.result.update(
-            schema="npu-inference-evidence/1", engine="torch_npu", pid=os.getpid(), started_at=self.now(),
+            schema=SCHEMA, pid=os.getpid(), started_at=self.now(),
             argv=[self.shown_argument(argument) for argument in argv],
+            cwd=self.shown(os.curdir, typed="outside the project"), log_dir=self.shown(self.dir, typed=log_dir),
+            versions={"python": platform.python_version(), "platform": platform.platform()},
             script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
 
     def now(self) -> str:
@@ -354,9 +454,13 @@ class Evidence:
         name, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
         return name + equals + (self.shown(value, typed=value) if os.path.isabs(value) else value)
 
+    def log(self, block: str) -> None:
+        for line in LOG[block](self.result):
+            self.say(line)
+
     def say(self, line: str, echo: bool = True) -> None:
         """One line for the log, and for stdout."""
-        data = (line.replace("\n", " ") + "\n").encode("utf-8", "backslashreplace")
+        data = (log_text(line) + "\n").encode()
         with self.mutex:
             try:
                 written = os.write(self.log_fd, data)
@@ -415,11 +519,10 @@ class Evidence:
         others = [line for line in sums.read_text("utf-8").splitlines() if not line[66:].startswith("logs/")]
         replace_file(sums, "".join(line + "\n" for line in [*others, *lines]).encode())
 
-    def seal(self, exit_code: int) -> None:
+    def seal(self) -> None:
         """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
         self.enter(None)
-        self.result.update(exit_code=exit_code, finished_at=self.now(),
-                           total_s=round(time.monotonic() - self.started, 6))
+        self.result.update(finished_at=self.now(), total_s=round(time.monotonic() - self.started, 6))
         try:
             os.fsync(self.log_fd)
             self.result["files"] = {
@@ -437,16 +540,16 @@ class Evidence:
         with self.mutex:
             if time.monotonic() > self.deadline:
                 raise DeviceTimeout(*device_timeout(self.stage))
-            line = f"[final]   exit_code=0 result_json={self.shown(self.dir / RESULT_FILE)}"
             end_of_log = os.fstat(self.log_fd).st_size
-            self.say(line, echo=False)
+            self.result["exit_code"] = 0
             try:
-                self.seal(0)
+                self.say(final_line(self.result), echo=False)
+                self.seal()
             except BaseException:
                 os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
                 raise
             self.concluded = True
-            self.echo(line.encode() + b"\n")
+            self.echo(final_line(self.result).encode() + b"\n")
 
     def conclude(self, failure: Exception) -> int:
         """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
@@ -457,17 +560,18 @@ class Evidence:
             code = failure.code if isinstance(failure, Failure) else 1
             hint = failure.hint if isinstance(failure, Failure) else "this is a bug: please report it"
             message = without_paths(str(failure)) or type(failure).__name__
+            self.result["exit_code"] = code
             self.result["error"] = {"stage": self.stage, "type": type(failure).__name__, "message": message,
                                     "hint": hint}
             lost = ""
             if self.log_fd >= 0:
                 try:
-                    self.say(f"[error]   stage={self.stage} type={type(failure).__name__} {message}", echo=False)
-                    self.say(f"[final]   exit_code={code} result_json={self.shown(self.dir / RESULT_FILE)}")
+                    self.say(fields("[error]  ", self.result["error"]), echo=False)
+                    self.say(final_line(self.result))
                 except EvidenceUnwritable as error:
                     lost = f" ({error})"
                 try:
-                    self.seal(code)
+                    self.seal()
                 except EvidenceUnwritable as error:
                     lost = f" (no result: {error})"
                     with contextlib.suppress(OSError):
@@ -675,15 +779,15 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     path = Path(args.checkpoint) if args.checkpoint else PROJECT / CHECKPOINT_NAME
     shown = evidence.shown(path, typed=args.checkpoint)
     pinned = args.sha256 == CHECKPOINT_SHA256
-    evidence.say(f"[inference] checkpoint        : {shown}")
+    result = evidence.result["checkpoint"] = dict.fromkeys(("path", "bytes", "sha256", "size_ok", "sha256_ok"))
+    result["path"] = shown
+    evidence.log("start")
     raw, size_on_disk = read_checkpoint(path, shown)
     digest = hashlib.sha256(raw).hexdigest()
     size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size_on_disk)
     sha256_ok = digest == args.sha256
-    evidence.result["checkpoint"] = {
-        "path": shown, "bytes": len(raw), "sha256": digest, "size_ok": size_ok, "sha256_ok": sha256_ok}
-    evidence.say(f"[verify]  bytes={len(raw)} sha256={digest}")
-    evidence.say(f"[verify]  size_ok={size_ok} sha256_ok={sha256_ok}")
+    result.update(bytes=len(raw), sha256=digest, size_ok=size_ok, sha256_ok=sha256_ok)
+    evidence.log("verify")
     if not (size_ok and sha256_ok):
         expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
         raise CheckpointRejected(f"{shown} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
@@ -964,9 +1068,7 @@ def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence
         evidence.result["observations"] = {
             "file": name, "dtype": str(observations.rows.dtype), "shard": "/".join(map(str, args.shard)),
             "first_row": observations.first, "rows": len(observations), "sha256_float32": digest.hexdigest()}
-        evidence.say(f"[inference] observations      : {name} rows={observations.first}.."
-                     f"{observations.first + len(observations) - 1} dtype={observations.rows.dtype}"
-                     + (" cast to float32" if observations.rows.dtype != numpy.float32 else ""))
+        evidence.log("observations")
     return observations
 
 
@@ -1072,6 +1174,8 @@ REMOVED_ENVIRONMENT = (
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",  # contradicts the above
     "TORCH_NPU_WARNING_DISABLE", "TORCH_NPU_DISABLED_WARNING",  # would hide the line that tells of a CPU fallback
 )
+DETERMINISM = {"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False,
+               "allow_hf32_conv": False, "deterministic_actions": True}
 FALLBACK = re.compile(rb"(?:will|to) fall ?back to (?:run on )?the CPU", re.IGNORECASE)
 
 
@@ -1098,8 +1202,10 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
     guard.enter("npu", at_least_s=120)
     torch, torch_npu = import_torch_npu()
     simulator = simulator_version()
-    result.update(engine="torch_npu", simulated=simulator is not None, versions=versions(torch, torch_npu))
-    evidence.say(f"[npu]     torch={torch.__version__} torch_npu={torch_npu.__version__}")
+    result.update(engine="torch_npu", simulated=simulator is not None,
+                  simulator=f"cannsim {simulator}" if simulator else None)
+    result["versions"].update(versions(torch, torch_npu))
+    evidence.log("torch")
     guard.enter("npu")
     try:
         result["npu_available"] = torch.npu.is_available()
@@ -1124,18 +1230,11 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
         raise NpuUnavailable(f"1 + 1 on {ones.device} gave {answer}", "the device or its driver is at fault")
     result.update(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""),
                   device_nodes=device_nodes(),
-                  determinism={"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False,
-                               "allow_hf32_conv": False, "deterministic_actions": True})
+                  determinism=DETERMINISM)
     result["versions"]["cann"] = cann_version(torch_npu)
     result["versions"]["driver"] = driver_version()
-    tool = npu_smi(["-v"], evidence, guard)
-    if match := re.search(r"\d[\w.]*", tool.text if not tool.problem else ""):
-        result["versions"]["npu_smi"] = match[0]
-    evidence.say(f"[npu]     is_available=True device={DEVICE} name={result['npu_device_name']}")
-    evidence.say(f"[npu]     device_count={result['device_count']} CANN={result['versions']['cann']} "
-                 f"npu-smi={result['versions']['npu_smi']}")
-    if simulator:
-        evidence.say(f"[npu]     SIMULATED by cannsim {simulator}: nothing in this run touched a physical NPU")
+    result["versions"]["npu_smi"] = version_of(npu_smi(["-v"], evidence, guard))
+    evidence.log("npu")
     return torch
 
 
@@ -1190,8 +1289,7 @@ def versions(torch: Any, torch_npu: Any) -> dict[str, str | None]:
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {
-        "python": platform.python_version(), "platform": platform.platform(), "torch": torch.__version__,
-        "torch_npu": torch_npu.__version__, "cann": None, "npu_smi": None, "driver": None}
+        "torch": torch.__version__, "torch_npu": torch_npu.__version__, "cann": None, "npu_smi": None, "driver": None}
     for package in ("stable_baselines3", "gymnasium", "numpy", "cloudpickle"):
         try:
             found[package] = version(package)
@@ -1279,7 +1377,6 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, guard: Guard) -
     model.policy.set_training_mode(False)
     evidence.result.update(load_s=round(load_s, 6), policy_class=type(model.policy).__name__,
                            model_device=str(model.policy.device))
-    evidence.say(f"[load]    PPO.load elapsed={load_s:.4f}s device={model.policy.device}")
     check_placement(model.policy, saved, torch, evidence)
     return model
 
@@ -1382,15 +1479,14 @@ def check_placement(policy: Any, saved: dict[str, torch.Tensor], torch: Any, evi
     num_params = sum(parameter.numel() for parameter in parameters)
     all_on_npu = devices == [DEVICE]
     evidence.result.update(num_params=num_params, param_devices=devices, all_params_on_npu=all_on_npu)
-    evidence.say(f"[model]   policy_class={type(policy).__name__} num_params={num_params}")
-    evidence.say(f"[model]   param_devices={devices} all_params_on_npu={all_on_npu}")
+    evidence.log("load")
     if not all_on_npu:
         raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
     # Bit for bit: what PPO.load made of the file against what the file holds.
     differing = sorted(set(tensors) ^ set(saved)) or [
         name for name, tensor in tensors.items() if not same_bits(tensor.cpu(), saved[name])]
     evidence.result["params_match_checkpoint"] = not differing
-    evidence.say(f"[model]   params_match_checkpoint={not differing} tensors={len(tensors)}")
+    evidence.log("bits")
     if differing:
         raise LoadFailed(f"on {DEVICE}, these differ from the checkpoint: {', '.join(differing)[:200]}",
                          "the copy to the device is at fault, or the file overwrites its own weights")
@@ -1432,38 +1528,35 @@ def ready(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     result = evidence.result
     ready_at = time.monotonic()
     result.update(ready_at=evidence.now(), hold_seconds=args.hold_seconds)
-    evidence.write("npu_ready.marker", (
-        f"NPU_READY_PID={os.getpid()}\nDEVICE={DEVICE}\nHOLD_SECONDS={args.hold_seconds}\n"
-        f"READY_AT={result['ready_at']}\nSIMULATED={int(result['simulated'])}\n").encode())
-    evidence.say(f"[ready]   NPU_READY_PID={os.getpid()} DEVICE={DEVICE} "
-                 f"MARKER={evidence.shown(evidence.dir / 'npu_ready.marker')}")
-    evidence.say(f"[ready]   holding {args.hold_seconds}s for external npu-smi correlation ...")
-    found = result["npu_smi"] = correlate(os.getpid(), evidence, guard)
-    evidence.say(f"[ready]   npu_smi captured={found['captured']} pid_found={found['pid_found']} "
-                 f"log={evidence.shown(evidence.dir / 'npu_smi.log')}")
-    if found["pid_found"]:
-        evidence.say(f"[ready]   npu_smi pid_line={found['pid_line']}")
-    else:
-        evidence.say(f"[ready]   npu_smi reason={found['reason']} {found['detail'] or ''}".rstrip())
+    evidence.write("npu_ready.marker", marker_text(result).encode())
+    evidence.log("marker")
+    result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence, guard))
+    result["versions"]["driver"] = result["npu_smi"].pop("driver") or result["versions"]["driver"]
+    evidence.log("npu_smi")
     time.sleep(max(0.0, args.hold_seconds - (time.monotonic() - ready_at)))
 
 
-def correlate(pid: int, evidence: Evidence, guard: Guard) -> dict[str, Any]:
-    """Whether npu-smi lists this PID, and if not, why not."""
+def marker_text(result: Result) -> str:
+    return (f"NPU_READY_PID={result['pid']}\nDEVICE={result['npu_device']}\nHOLD_SECONDS={result['hold_seconds']}\n"
+            f"READY_AT={result['ready_at']}\nSIMULATED={int(result['simulated'])}\n")
+
+
+def correlate(pid: int, ask: Callable[[list[str]], Answer]) -> dict[str, Any]:
+    """Whether npu-smi lists this PID, and if not, why not; `ask` calls npu-smi, or looks up what it once answered."""
     found: dict[str, Any] = {"captured": False, "pid_found": False, "pid_line": None, "matched_by": None,
-                             "reason": None, "detail": None, "npu_id": None, "chip_id": None}
-    info = npu_smi(["info"], evidence, guard)
+                             "reason": None, "detail": None, "npu_id": None, "chip_id": None, "driver": None}
+    info = ask(["info"])
     if info.problem:
-        return {**found, "reason": info.problem, "detail": info.detail or None}
+        return {**found, "reason": info.problem, "detail": info.detail}
     found["captured"] = True
-    if match := re.search(r"npu-smi\s+(\S+)\s+Version:\s*(\S+)", info.text):  # the tool's, then the driver's
-        evidence.result["versions"].update(npu_smi=match[1], driver=match[2])
+    if match := re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", info.text):  # the tool's version, then the driver's
+        found["driver"] = match[1]
     processes = read_process_table(info.text)
     if processes is None:
         return {**found, "reason": "no process table"}
     row, matched_by = find_process(pid, processes)
     if row is None:
-        row, matched_by = find_beyond_cap(pid, processes, evidence, guard)
+        row, matched_by = find_beyond_cap(pid, processes, ask)
     if row is None:
         return {**found, "reason": "not listed"}
     return {**found, "pid_found": True, "pid_line": row.line, "matched_by": matched_by, "npu_id": row.npu,
@@ -1504,12 +1597,12 @@ def find_process(pid: int, processes: list[Process]) -> tuple[Process | None, st
     return None, None
 
 
-def find_beyond_cap(pid: int, processes: list[Process], evidence: Evidence,
-                    guard: Guard) -> tuple[Process | None, str | None]:
+def find_beyond_cap(pid: int, processes: list[Process],
+                    ask: Callable[[list[str]], Answer]) -> tuple[Process | None, str | None]:
     """npu-smi info lists eight processes for a chip; its proc-mem query has no such cap."""
     for npu_id, chip in sorted({(process.npu, process.chip) for process in processes}):
         if sum((p.npu, p.chip) == (npu_id, chip) for p in processes) == NPU_SMI_MAX_PROCESSES:
-            answer = npu_smi(["info", "-t", "proc-mem", "-i", npu_id, *(["-c", chip] if chip else [])], evidence, guard)
+            answer = ask(["info", "-t", "proc-mem", "-i", npu_id, *(["-c", chip] if chip else [])])
             for line in answer.text.splitlines() if not answer.problem else []:
                 if re.search(rf"Process id\s*:\s*{pid}\b", line):
                     return Process(npu_id, chip, str(pid), "", line.strip()), "proc-mem"
@@ -1518,27 +1611,47 @@ def find_beyond_cap(pid: int, processes: list[Process], evidence: Evidence,
 
 def npu_smi(arguments: list[str], evidence: Evidence, guard: Guard) -> Answer:
     """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
-    command = "npu-smi " + " ".join(arguments)
     program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
-    output, problem, detail = b"", "", ""
-    if program is None:
-        problem, detail = "npu-smi missing", "it is not on PATH"
-    else:
+    output, wrong = b"", "missing: it is not on PATH"
+    if program is not None:
         try:
-            output, detail = bounded_output([program, *arguments], guard)
+            output, wrong = bounded_output([program, *arguments], guard)
         except OSError as error:
-            detail = str(error.strerror)
-        problem = "npu-smi failed" if detail else ""
-    heading = f"# {command} at={evidence.now()} outcome={detail or 'exit code 0'}\n"
+            wrong = str(error.strerror)
+    heading = (f"# npu-smi {' '.join(arguments)} at={evidence.now()} bytes={len(output)} "
+               f"outcome={wrong or 'exit code 0'}\n")
     try:
         with open(evidence.dir / "npu_smi.log", "ab") as log:
-            log.write(heading.encode() + output + (b"" if output.endswith(b"\n") or not output else b"\n"))
+            log.write(heading.encode() + output + b"\n")
     except OSError as error:
         raise EvidenceUnwritable(f"npu_smi.log: {error.strerror}", "free some space") from error
+    return answer_of(output, wrong)
+
+
+def version_of(answer: Answer) -> str | None:
+    match = re.search(r"\d[\w.]*", "" if answer.problem else answer.text)
+    return match[0] if match else None
+
+
+def answer_of(output: bytes, wrong: str) -> Answer:
     text = output.decode("utf-8", "replace")
-    if problem and (lines := text.strip().splitlines()):
-        detail += f": {lines[-1][:200]}"
-    return Answer(text, problem, detail)
+    if not wrong:
+        return Answer(text, "")
+    lines = text.strip().splitlines()
+    return Answer(text, "npu-smi missing" if wrong.startswith("missing") else "npu-smi failed",
+                  wrong + (f": {lines[-1][:200]}" if lines else ""))
+
+
+def recorded_answers(log: bytes) -> Iterator[tuple[str, str, Answer]]:
+    """(arguments, time, answer) of each call in a npu_smi.log. Raises ValueError where it is none."""
+    while log:
+        heading, _, rest = log.partition(b"\n")
+        match = re.fullmatch(r"# npu-smi (.*) at=(\S+) bytes=(\d+) outcome=(.*)", heading.decode())
+        if not match or rest[int(match[3]):int(match[3]) + 1] != b"\n":
+            raise ValueError(f"not the heading of a call: {heading[:80]!r}")
+        size = int(match[3])
+        yield match[1], match[2], answer_of(rest[:size], "" if match[4] == "exit code 0" else match[4])
+        log = rest[size + 1:]
 
 
 def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
@@ -1612,8 +1725,8 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
     devices = sorted({description["device"] for description in passes.outputs.values()})
     result.update(forward_s=round(passes.seconds, 6), input_device=passes.input_device, outputs=passes.outputs,
                   output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
-                  action_space={key: value for key, value in checkpoint.network.action.items() if key != "box"})
-    log_forward(result, evidence)
+                  action_space=describe_action_space(model.policy, checkpoint.network.action))
+    evidence.log("forward")
     if result["input_device"] != DEVICE or not result["all_outputs_on_npu"]:
         raise ForwardFailed(f"input on {result['input_device']}, outputs on {devices}: not all on {DEVICE}",
                             "this is a fault of SB3 or torch_npu")
@@ -1621,8 +1734,7 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
         raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
     if checkpoint.pinned and result["observation"] == [[0.0, 0.0, 0.0, 0.0]]:
         result["reference"] = compare_with_published(result)
-        evidence.say(f"[forward] reference=published within_tolerance={result['reference']['within_tolerance']} "
-                     f"max_abs_diff={result['reference']['max_abs_diff']}")
+        evidence.log("reference")
         if not result["reference"]["within_tolerance"]:
             raise ForwardFailed(f"the result differs from the published one: {result['reference']['max_abs_diff']}",
                                 "another chip may differ in the last bits, not by this much: the port is at fault")
@@ -1748,27 +1860,14 @@ def to_host(outputs: dict[str, torch.Tensor], torch: Any) -> dict[str, numpy.nda
     return values
 
 
-def log_forward(result: dict[str, Any], evidence: Evidence) -> None:
-    def described(name: str) -> str:
-        output = result["outputs"][name]
-        return (f"{name}={result[name]} shape={tuple(output['shape'])} dtype={output['dtype']} "
-                f"device={output['device']}")
-
-    evidence.say(f"[forward] elapsed={result['forward_s']:.4f}s (npu-synchronized)")
-    evidence.say(f"[forward] obs={result['observation']} shape={tuple(shape_of(result['observation']))} "
-                 f"dtype=torch.float32 device={result['input_device']}")
-    for name in ("action", "value", "log_prob"):
-        evidence.say(f"[forward] {described(name)}")
-    pair = ("probs", "logits") if result["probs"] is not None else ("mean", "std")
-    evidence.say(f"[forward] {pair[0]}={result[pair[0]]} {pair[1]}={result[pair[1]]} entropy={result['entropy']}")
-    if result["env_action"] is not None:
-        evidence.say(f"[forward] {described('env_action')}")
-    evidence.say(f"[forward] all_outputs_on_npu={result['all_outputs_on_npu']}")
-    evidence.say(f"[forward] bitwise_repeatable={result['bitwise_repeatable']}")
-
-
-def shape_of(value: Any) -> list[int]:
-    return [len(value), *shape_of(value[0])] if isinstance(value, list) else []
+def describe_action_space(policy: Any, action: dict[str, Any]) -> dict[str, Any]:
+    if "box" not in action:
+        return action
+    # null for an infinite bound, which JSON has no number for
+    low, high = ([bound if math.isfinite(bound) else None for bound in array.reshape(-1).tolist()]
+                 for array in (policy.action_space.low, policy.action_space.high))
+    return {"type": "Box", "shape": list(policy.action_space.shape), "low": low, "high": high,
+            "squashed": policy.squash_output}
 
 
 def compare_with_published(result: dict[str, Any]) -> dict[str, Any]:
@@ -1839,10 +1938,7 @@ class CpuReference:
         evidence.result["cpu_reference"] = {
             "rows": self.rows, "tolerance": self.tolerance, "within_tolerance": within,
             "action_agreement": self.agreeing / self.rows, "ties": self.ties, "outputs": outputs}
-        evidence.say(f"[cpu-reference] rows={self.rows} action_agreement={self.agreeing / self.rows} ties={self.ties} "
-                     f"within_tolerance={within} tolerance={self.tolerance}")
-        for name, measures in outputs.items():
-            evidence.say(f"[cpu-reference] {name} " + " ".join(f"{key}={value}" for key, value in measures.items()))
+        evidence.log("cpu_reference")
         if not within:
             raise ForwardFailed(f"the NPU differs from the CPU by {worst:.3g}, tolerance {self.tolerance}; actions "
                                 f"agree in {self.agreeing} of {self.rows} rows",
@@ -1895,9 +1991,334 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
     sweep = [summary(batch, timed(batch, min(passes_wanted, 20))) for batch in BENCHMARK_BATCHES]
     evidence.result["benchmark"] = {"simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP,
                                     "actions_equal_evidence": True, "single": single, "batches": sweep}
-    for line in (single, *sweep):
-        evidence.say("[benchmark] " + " ".join(f"{key}={value:.6g}" for key, value in line.items())
-                     + (" (simulated)" if evidence.result["simulated"] else ""))
+    evidence.log("benchmark")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# --check: everything in an evidence set that can be recomputed, without torch
+# ---------------------------------------------------------------------------------------------------------------------
+
+CHECK_TOLERANCE = 2e-3  # of recomputed float32 values; some chips compute them in float16
+FAILURE_CODES = {cls.__name__: cls.code for cls in (UsageError, CheckpointRejected, NpuUnavailable, LoadFailed,
+                                                    ForwardFailed, DeviceTimeout, EvidenceUnwritable)}
+
+
+def check(directory: Path) -> int:
+    """Print every gate with PASS or FAIL, and then the verdict. Returns 0 for VALID, 8 for all else.
+
+    A forger who rewrites all files consistently passes: the gates show that a set is whole, not who made it.
+    """
+    try:
+        result = read_result(directory / RESULT_FILE)
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"FAIL  {RESULT_FILE}: {error}\nINVALID")
+        return 8
+    failed_run = result.get("exit_code") != 0
+    gates = FAILED_RUN_GATES if failed_run else GATES
+    passed = True
+    for name, gate in gates.items():
+        try:
+            reason = gate(result, directory)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError) as error:
+            # a gate computes with whatever a forged set holds; what it cannot compute with is a reason to fail
+            reason = f"{type(error).__name__}: {error}"
+        passed = passed and not reason
+        print(f"FAIL  {name}: {reason}" if reason else f"PASS  {name}")
+    print("INVALID" if not passed else "FAILED RUN" if failed_run else "VALID")
+    return 0 if passed and not failed_run else 8
+
+
+def read_result(path: Path) -> Result:
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    result = json.loads(path.read_text("utf-8"), parse_constant=no_constant, object_pairs_hook=no_duplicates)
+    if not isinstance(result, dict):
+        raise ValueError("not a JSON object")
+    return result
+
+
+def unequal(**pairs: tuple[Any, Any]) -> str:
+    """What differs, "" for nothing; True is not 1 here."""
+    return "; ".join(f"{name} is {found!r}, expected {expected!r}" for name, (found, expected) in pairs.items()
+                     if found != expected or type(found) is not type(expected))[:500]
+
+
+def gate_keys(r: Result, _: Path) -> str:
+    nullable = r["error"] is not None
+    wrong = [key for key, value in r.items() if key in RESULT_TYPES
+             and type(value) not in RESULT_TYPES[key] and not (nullable and value is None)]
+    return "; ".join(filter(None, (
+        unequal(keys=(list(r), list(RESULT_TYPES))), f"of another type: {', '.join(wrong)}" if wrong else "",
+        unequal(schema=(r["schema"], SCHEMA), argv0=(r["argv"][0], "inference.py")))))
+
+
+def gate_success(r: Result, _: Path) -> str:
+    return unequal(
+        exit_code=(r["exit_code"], 0), error=(r["error"], None), engine=(r["engine"], "torch_npu"),
+        npu_available=(r["npu_available"], True), npu_device=(r["npu_device"], DEVICE),
+        policy_class=(r["policy_class"], "ActorCriticPolicy"), param_devices=(r["param_devices"], [DEVICE]),
+        all_params_on_npu=(r["all_params_on_npu"], True), match=(r["params_match_checkpoint"], True),
+        input_device=(r["input_device"], DEVICE), model_device=(r["model_device"], DEVICE),
+        output_device=(r["output_device"], DEVICE), all_outputs_on_npu=(r["all_outputs_on_npu"], True),
+        bitwise_repeatable=(r["bitwise_repeatable"], True), determinism=(r["determinism"], DETERMINISM),
+        environment=(r["environment"], {**r["environment"], **FORCED_ENVIRONMENT}),
+        visible=(r["visible_devices"], r["environment"]["ASCEND_RT_VISIBLE_DEVICES"]),
+        positive=(r["num_params"] > 0 and r["device_count"] > 0 and r["pid"] > 0, True),
+        nodes=(all(re.fullmatch(r"/dev/davinci\w*", node) for node in r["device_nodes"]), True))
+
+
+def gate_files(r: Result, directory: Path) -> str:
+    """Each file has the digest that the result names, and there is no other."""
+    present = [name for name in EVIDENCE_FILES if (directory / name).exists()]
+    digests = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in present}
+    wanted = set(EVIDENCE_FILES[:3]) | ({OUTPUTS_FILE} if r["observations"] else set())
+    missing = sorted(wanted - set(present)) if r["exit_code"] == 0 else []
+    if directory.resolve() == PROJECT / "logs" and (PROJECT / "SHA256SUMS").exists():
+        listed = {line[66:]: line[:64] for line in (PROJECT / "SHA256SUMS").read_text("utf-8").splitlines()}
+        result_digest = hashlib.sha256((directory / RESULT_FILE).read_bytes()).hexdigest()
+        for name, digest in {**digests, RESULT_FILE: result_digest}.items():
+            if listed.get(f"logs/{name}") != digest:
+                missing.append(f"{name} as in SHA256SUMS")
+    return "; ".join(filter(None, (unequal(files=(r["files"], digests)), f"lacks {missing}" if missing else "")))
+
+
+def gate_script(r: Result, _: Path) -> str:
+    return unequal(script_sha256=(r["script_sha256"], hashlib.sha256(Path(__file__).read_bytes()).hexdigest()))
+
+
+def gate_checkpoint(r: Result, _: Path) -> str:
+    checkpoint = r["checkpoint"]
+    pinned = checkpoint["sha256"] == CHECKPOINT_SHA256
+    path = PROJECT / checkpoint["path"]
+    on_disk = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else checkpoint["sha256"]
+    size = path.stat().st_size if path.is_file() else checkpoint["bytes"]
+    return unequal(
+        keys=(list(checkpoint), ["path", "bytes", "sha256", "size_ok", "sha256_ok"]),
+        sha256=(checkpoint["sha256"], on_disk), bytes=(checkpoint["bytes"], CHECKPOINT_BYTES if pinned else size),
+        size_ok=(checkpoint["size_ok"], True), sha256_ok=(checkpoint["sha256_ok"], True),
+        identity=([r["model_id"], r["source_revision"], r["license"]],
+                  [MODEL_ID, SOURCE_REVISION, LICENSE] if pinned else [None] * 3),
+        hexadecimal=(bool(re.fullmatch("[0-9a-f]{64}", checkpoint["sha256"])), True))
+
+
+def gate_argv(r: Result, _: Path) -> str:
+    """The command line, parsed again, asks for what the result says was done."""
+    args = create_parser().parse_args(r["argv"][1:])
+    observed = r["observation"]
+    asked = args.observation if args.observation is not None else nested_zeros(tuple(shape_of(observed)[1:]))
+    as_float32 = [struct.unpack("f", struct.pack("f", number))[0] for number in flat(asked)]
+    return unequal(
+        sha256=(r["checkpoint"]["sha256"], args.sha256), hold_seconds=(r["hold_seconds"], args.hold_seconds),
+        checkpoint=(r["checkpoint"]["path"], args.checkpoint or CHECKPOINT_NAME),
+        file=(r["observations"] is None, args.observations is None),
+        observation=(flat(observed), flat(observed) if args.observations else as_float32),
+        compared=(r["cpu_reference"] is None, not args.compare_cpu), timed=(r["benchmark"] is None, not args.benchmark),
+        passes=(r["benchmark"]["single"]["passes"] if r["benchmark"] else 0, args.benchmark),
+        tolerance=(r["cpu_reference"]["tolerance"] if args.compare_cpu else args.tolerance, args.tolerance))
+
+
+def gate_log(r: Result, directory: Path) -> str:
+    """The log says, line by line, what the result says."""
+    lines = [line for line in (directory / EVIDENCE_FILES[0]).read_text("utf-8").split("\n")
+             if not PROGRESS.fullmatch(line)]
+    if lines.pop() != "":
+        return "its last line is cut"
+    end = [final_line(r)] if r["error"] is None else [fields("[error]  ", r["error"]), final_line(r)]
+    expected = []
+    for block in LOG.values():
+        try:
+            expected += block(r)
+        except (KeyError, TypeError, IndexError, AttributeError):
+            if r["error"] is None:
+                raise
+            break  # a run that failed logged no more than it had measured
+    if r["error"] is not None:
+        expected = expected[:len(lines) - len(end)]
+    for number, (line, wanted) in enumerate(itertools.zip_longest(lines, map(log_text, [*expected, *end])), 1):
+        if line != wanted:
+            return f"line {number} is {str(line)[:150]!r}, expected {str(wanted)[:150]!r}"
+    return ""
+
+
+def gate_marker(r: Result, directory: Path) -> str:
+    marker = directory / EVIDENCE_FILES[1]
+    if r["error"] is not None and not marker.exists():
+        return ""
+    return unequal(marker=(marker.read_text("utf-8"), marker_text(r)))
+
+
+def gate_simulated(r: Result, _: Path) -> str:
+    return unequal(simulator=(r["simulator"] is not None, r["simulated"]),
+                   name=(r["npu_device_name"].endswith(" (simulated)"), r["simulated"]),
+                   benchmark=(r["benchmark"]["simulated"] if r["benchmark"] else r["simulated"], r["simulated"]))
+
+
+def gate_npu_smi(r: Result, directory: Path) -> str:
+    """What the result says of npu-smi follows from the raw answers."""
+    answers = list(recorded_answers((directory / EVIDENCE_FILES[2]).read_bytes()))
+    by_arguments = {arguments: answer for arguments, _, answer in answers}
+    found = correlate(r["pid"], lambda arguments: by_arguments[" ".join(arguments)])
+    driver = found.pop("driver")
+    version = version_of(by_arguments["-v"])
+    times = [r["started_at"], *(at for _, at, _ in answers), r["finished_at"]]
+    return unequal(npu_smi=(r["npu_smi"], found), version=(r["versions"]["npu_smi"], version),
+                   driver=(r["versions"]["driver"], driver or r["versions"]["driver"]),
+                   calls=(len(by_arguments), len(answers)), order=(times == sorted(times), True))
+
+
+def gate_times(r: Result, _: Path) -> str:
+    started, is_ready, finished = (datetime.fromisoformat(r[key]) for key in ("started_at", "ready_at", "finished_at"))
+    took = {stage["name"]: stage["elapsed_s"] for stage in r["stages"]}
+    stages = [name for name in STAGES if name != "benchmark" or r["benchmark"]]
+    return unequal(
+        utc=({str(t.utcoffset()) for t in (started, is_ready, finished)}, {"0:00:00"}),
+        order=(started <= is_ready <= finished, True),
+        hold=((finished - is_ready).total_seconds() + 0.001 >= r["hold_seconds"] <= took["ready"] + 0.001, True),
+        total=(abs((finished - started).total_seconds() - r["total_s"]) < 0.01, True),
+        stages=([(stage["name"], stage["outcome"]) for stage in r["stages"]], [(name, "ok") for name in stages]),
+        sum=(0 <= sum(took.values()) <= r["total_s"] + 0.01, True),
+        ready=(abs((is_ready - started).total_seconds()
+                   - sum(took[name] for name in STAGES[:STAGES.index("ready")])) < 0.5, True),
+        load=(0 < r["load_s"] <= took["load"], True), forward=(0 < r["forward_s"] <= took["forward"], True))
+
+
+def gate_outputs(r: Result, directory: Path) -> str:
+    """Shapes and types, and the file of all rows, agree with the rows that the result shows."""
+    shown = len(r["observation"])
+    names = ("action", "env_action", "value", "log_prob", "entropy", "probs", "logits", "mean", "std")
+    problems = [unequal(
+        names=(sorted(r["outputs"]), sorted(name for name in names if r[name] is not None)),
+        rows=(shown, min(r["rows"], SHOWN_ROWS) if r["observations"] else r["rows"]),
+        repeated=(0 < r["repeated_rows"] <= r["rows"], True))]
+    for name, output in r["outputs"].items():
+        width = tuple(output["shape"][1:])
+        problems.append(unequal(**{
+            name: (shape_of(r[name]), [shown, *width]), f"{name}.rows": (output["shape"][0], r["rows"]),
+            f"{name}.device": (output["device"], DEVICE),
+            f"{name}.dtype": (output["dtype"], "torch.int64" if type(flat(r[name])[0]) is int else "torch.float32")}))
+    if r["observations"]:
+        problems.append(unequal(observations=(r["observations"]["rows"], r["rows"])))
+        with zipfile.ZipFile(directory / OUTPUTS_FILE) as archive:
+            problems.append(unequal(members=(sorted(archive.namelist()), sorted(f"{n}.npy" for n in r["outputs"]))))
+            for name, output in r["outputs"].items():
+                with archive.open(f"{name}.npy") as file:
+                    header = file.read(struct.unpack("<10xH", b"\0" * 10 + file.read(10)[8:])[0])
+                    described = ast.literal_eval(header.decode("ascii").strip())
+                    values = flat(r[name])
+                    kind, size = ("q", 8) if described["descr"] == "<i8" else ("f", 4)
+                    first = list(struct.unpack(f"<{len(values)}{kind}", file.read(len(values) * size)))
+                problems.append(unequal(**{f"{name} in file": (first, values), f"{name}.shape": (
+                    list(described["shape"]), output["shape"])}))
+    return "; ".join(filter(None, problems))[:500]
+
+
+def gate_distribution(r: Result, _: Path) -> str:
+    """log_prob, entropy and action follow from the parameters of the distribution, row by row."""
+    problems = []
+    for row in range(len(r["observation"])):
+        at = {name: flat(r[name][row]) for name in r["outputs"]}
+        if r["action_space"]["type"] == "Box":
+            wanted = gaussian(at["mean"], at["std"], r["action_space"])
+        else:
+            wanted = categorical(at["logits"], at["action"], r["action_space"])
+        for name, values in wanted.items():
+            if len(values) != len(at[name]) or not all(
+                    abs(found - value) <= CHECK_TOLERANCE * max(1.0, abs(value))
+                    for found, value in zip(at[name], values, strict=True)):
+                problems.append(f"row {row}: {name} is {at[name]}, recomputed {values}")
+    return "; ".join(problems)[:500]
+
+
+def categorical(logits: list[float], action: list[float], space: dict[str, Any]) -> dict[str, list[float]]:
+    """Discrete, MultiDiscrete and MultiBinary: what follows from the logits."""
+    if space["type"] == "MultiBinary":
+        probs = [1 / (1 + math.exp(-logit)) for logit in logits]
+        best = [action[i] if abs(p - 0.5) < CHECK_TOLERANCE else round(p) for i, p in enumerate(probs)]
+        taken = [p if choice else 1 - p for p, choice in zip(probs, best, strict=True)]
+        entropy = -sum(x * math.log(x) for p in probs for x in (p, 1 - p) if x > 0)
+        return {"probs": probs, "action": best, "log_prob": [sum(map(math.log, taken))], "entropy": [entropy]}
+    probs, best, log_prob, entropy, start = [], [], 0.0, 0.0, 0
+    for number, choices in enumerate(space.get("nvec") or [space["n"]]):
+        group = logits[start:start + choices]
+        start += choices
+        total = math.log(sum(math.exp(logit - max(group)) for logit in group)) + max(group)
+        group_probs = [math.exp(logit - total) for logit in group]
+        chosen = int(action[number])
+        # the arg max, or a choice as likely as it
+        best.append(chosen if group_probs[chosen] >= max(group_probs) - CHECK_TOLERANCE / 100
+                    else group_probs.index(max(group_probs)))
+        probs += group_probs
+        log_prob += group[chosen] - total
+        entropy -= sum(p * math.log(p) for p in group_probs if p > 0)
+    normalised = [math.log(p) if p > 0 else logit for p, logit in zip(probs, logits, strict=True)]
+    return {"probs": probs, "logits": normalised, "action": best, "log_prob": [log_prob], "entropy": [entropy]}
+
+
+def gaussian(mean: list[float], std: list[float], space: dict[str, Any]) -> dict[str, list[float]]:
+    """Box: what follows from the mean, at which the deterministic action lies, and the standard deviation."""
+    log_prob = -sum(math.log(s) + 0.5 * math.log(2 * math.pi) for s in std)
+    if not space["squashed"]:
+        bounds = [(-math.inf if low is None else low, math.inf if high is None else high)
+                  for low, high in zip(space["low"], space["high"], strict=True)]
+        return {"action": mean, "log_prob": [log_prob],
+                "entropy": [sum(0.5 + 0.5 * math.log(2 * math.pi) + math.log(s) for s in std)],
+                "env_action": [min(max(m, low), high) for m, (low, high) in zip(mean, bounds, strict=True)]}
+    squashed = [math.tanh(m) for m in mean]
+    scaled = [low + 0.5 * (a + 1) * (high - low)
+              for a, low, high in zip(squashed, space["low"], space["high"], strict=True)]
+    wanted = {"action": squashed, "env_action": scaled}
+    if max(map(abs, mean)) < 3:  # beyond, atanh(tanh(mean)) is lost in float32, and log_prob with it
+        wanted["log_prob"] = [log_prob - sum(math.log(1 - a * a + 1e-6) for a in squashed)]
+    return wanted
+
+
+def gate_extras(r: Result, _: Path) -> str:
+    """The comparisons with the published result and the CPU follow from their numbers."""
+    problems = []
+    pinned_zero = r["checkpoint"]["sha256"] == CHECKPOINT_SHA256 and r["observation"] == [[0.0] * 4]
+    problems.append(unequal(reference=(r["reference"], compare_with_published(r) if pinned_zero else None)))
+    if r["reference"]:
+        problems.append(unequal(within=(r["reference"]["within_tolerance"], True)))
+    if r["cpu_reference"]:
+        cpu = r["cpu_reference"]
+        problems.append(unequal(within=(cpu["within_tolerance"], True), rows=(cpu["rows"], r["rows"]),
+                                outputs=(sorted(cpu["outputs"]), sorted(r["outputs"])),
+                                agreement=(0 <= cpu["action_agreement"] <= 1, True)))
+    if r["benchmark"]:
+        problems.append(unequal(
+            equal=(r["benchmark"]["actions_equal_evidence"], True),
+            batches=([line["batch"] for line in r["benchmark"]["batches"]], list(BENCHMARK_BATCHES)),
+            quantiles=(all(0 < line["p50_s"] <= line["p90_s"] <= line["p99_s"]
+                           and math.isclose(line["rows_per_s"] * line["mean_s"], line["batch"])
+                           for line in (r["benchmark"]["single"], *r["benchmark"]["batches"])), True)))
+    return "; ".join(filter(None, problems))
+
+
+def gate_error(r: Result, _: Path) -> str:
+    """The exit code is that of the error, and the error that of the last stage."""
+    error = r["error"]
+    signals = {f"interrupted by {s.name}": 128 + s for s in GUARDED_SIGNALS}
+    code = signals.get(error["message"], 1) if error["type"] == "Interrupted" else FAILURE_CODES.get(error["type"], 1)
+    last = r["stages"][-1] if r["stages"] else {"name": "start", "outcome": "failed"}
+    return unequal(keys=(list(error), ["stage", "type", "message", "hint"]), exit_code=(r["exit_code"], int(code)),
+                   stage=(error["stage"], last["name"]), outcome=(last["outcome"], "failed"),
+                   before=(all(stage["outcome"] == "ok" for stage in (r["stages"] or [])[:-1]), True))
+
+
+GATES: dict[str, Callable[[Result, Path], str]] = {
+    "keys and types": gate_keys, "success": gate_success, "files": gate_files, "script": gate_script,
+    "checkpoint": gate_checkpoint, "command line": gate_argv, "log": gate_log, "marker": gate_marker,
+    "simulated": gate_simulated, "npu-smi": gate_npu_smi, "times": gate_times, "outputs": gate_outputs,
+    "distribution": gate_distribution, "references": gate_extras}
+FAILED_RUN_GATES: dict[str, Callable[[Result, Path], str]] = {
+    "keys and types": gate_keys, "error": gate_error, "files": gate_files, "script": gate_script, "log": gate_log,
+    "marker": gate_marker}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1919,10 +2340,6 @@ def final(torch: Any, evidence: Evidence, guard: Guard) -> None:
 def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     """All stages. Returns only when the evidence of a good run is committed."""
     guard.enter("verify")
-    evidence.say(f"[inference] python            : {platform.python_version()}")
-    evidence.say(f"[inference] platform          : {platform.platform()}")
-    evidence.say(f"[inference] pid               : {os.getpid()}")
-    evidence.say(f"[inference] cwd               : {evidence.shown(os.curdir, typed='outside the project')}")
     checkpoint = verify(args, evidence)
     observations = read_observations(args, checkpoint.network.observation.shape, evidence)
     prepare_environment(evidence)
@@ -1934,6 +2351,7 @@ def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     final(torch, evidence, guard)
 
 
+STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
 STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
                   "benchmark": ForwardFailed, "final": ForwardFailed}
 
@@ -1945,6 +2363,18 @@ def log_dir_of(argv: list[str]) -> str | None:
     return log_dir
 
 
+def check_command(argv: list[str]) -> int:
+    parser = create_parser()
+    try:
+        args = parser.parse_args(argv)
+        if len(argv) > 1 + (args.check != ""):
+            parser.error("--check goes with no other option than its directory")
+    except UsageError as error:
+        print(f"inference.py: usage: {error}; {error.hint}", file=sys.stderr)
+        return UsageError.code
+    return check(Path(args.check) if args.check else PROJECT / "logs")
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     for fd in (0, 1, 2):  # were one of them closed, the log would get its number, and all that libraries print there
@@ -1954,6 +2384,8 @@ def main(argv: list[str] | None = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     if {"-h", "--help"} & set(argv):
         create_parser().parse_args(["--help"])
+    if any(argument.partition("=")[0] == "--check" for argument in argv):
+        return check_command(argv)
     signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED_SIGNALS)  # the guard receives them
     evidence = guard = None
     try:
