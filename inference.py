@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
 import csv
 import ctypes
 import fcntl
@@ -374,7 +373,7 @@ class Evidence:
         self.log_fd = -1
         self.stdout_open = True
         self.stderr_fd = os.dup(2)
-        self.captured_stderr: Any = tempfile.TemporaryFile()  # noqa: SIM115 (for as long as the process lives)
+        self.captured_stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115 (open to the end)
         self.concluded = False
         self.stage = "start"
         self.mutex = threading.RLock()  # the main thread and the guard both write
@@ -608,7 +607,7 @@ def replace_file(path: Path, data: bytes | Callable[[IO[bytes]], None], before_r
 
 def without_paths(text: str) -> str:
     """An error text of a library without the directories of this machine: evidence is made to be published."""
-    return re.sub(r"(?<![\w.~-])/(?!dev/)(?:[\w.+@~-]+/)+", "", text)
+    return re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1212,7 +1211,7 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
         if not result["npu_available"]:
             raise NpuUnavailable("torch.npu.is_available() is False: no device", NO_DEVICE_HINT)
         torch.npu.set_device(0)
-        torch.use_deterministic_algorithms(True)
+        torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
         torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
         torch.npu.set_compile_mode(jit_compile=False)
         torch.npu.matmul.allow_hf32 = False
@@ -1223,6 +1222,8 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
         answer = (ones + ones).cpu().tolist()
         torch.npu.synchronize()
         name = torch.npu.get_device_name(0)
+        if not name:
+            raise RuntimeError("the device gives no name")
         result["device_count"] = torch.npu.device_count()
     except (RuntimeError, AssertionError, OSError) as error:
         raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
@@ -1270,8 +1271,13 @@ NPU_HINTS = (
 
 
 def first_line(error: BaseException) -> str:
+    """The line of an error's text that tells most."""
     cause = error.__cause__ if error.__cause__ and "backend extension" in str(error) else error
-    return (str(cause).strip().splitlines() or [""])[0][:300] or type(error).__name__
+    lines = str(cause).strip().splitlines() or [type(error).__name__]
+    # What the device said stands deep inside the texts that torch wraps around it.
+    telling = next((line for line in lines if re.search(r"error code|NPU function error", line)),
+                   next((line for line in lines if "WeightsUnpickler error" in line), lines[0]))
+    return telling.strip()[:300]
 
 
 def simulator_version() -> str | None:
@@ -1449,7 +1455,8 @@ def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> 
         action_space = box(action["box"])
     steering = {
         "policy_class": ActorCriticPolicy,
-        "policy_kwargs": {**network.policy_kwargs, "activation_fn": getattr(torch.nn, network.activation),
+        # SB3 initialises weights orthogonally, slowly, and then overwrites them with the file's
+        "policy_kwargs": {**network.policy_kwargs, "ortho_init": False, "activation_fn": getattr(torch.nn, network.activation),
                           "optimizer_class": getattr(torch.optim, network.optimizer)},
         "observation_space": box(network.observation),
         "action_space": action_space,
@@ -1697,8 +1704,9 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
             evidence: Evidence, guard: Guard) -> None:
     """One deterministic pass over the observations on npu:0; the first chunk, mostly all of them, twice."""
     result = evidence.result
+    guard.enter("forward")
     passes = Passes(model.policy, torch)
-    reference = CpuReference(model.policy, args.tolerance, torch) if args.compare_cpu else None
+    reference = CpuReference(model, args.tolerance, torch) if args.compare_cpu else None
     outputs = OutputsFile(evidence) if args.observations else None
     done, started, reported = 0, time.monotonic(), time.monotonic()
     for chunk in observations.chunks():
@@ -1895,8 +1903,12 @@ def flat(value: Any) -> list[float]:
 class CpuReference:
     """The same weights and observations on the CPU: a reference for the NPU's outputs, never their source."""
 
-    def __init__(self, policy: Any, tolerance: float, torch: Any) -> None:
-        self.policy, self.torch, self.tolerance = copy.deepcopy(policy).to("cpu"), torch, tolerance
+    def __init__(self, model: PPO, tolerance: float, torch: Any) -> None:
+        self.torch, self.tolerance = torch, tolerance
+        self.policy = type(model.policy)(model.observation_space, model.action_space, model.lr_schedule,
+                                         use_sde=model.use_sde, **model.policy_kwargs)
+        self.policy.load_state_dict({name: tensor.cpu() for name, tensor in model.policy.state_dict().items()})
+        self.policy.set_training_mode(False)
         self.rows = self.agreeing = self.ties = 0
         self.sums: dict[str, dict[str, float]] = {}
 
