@@ -134,6 +134,24 @@ Kernel repeat(In self, Ints repeats, Out out) {
   return copy(target, source);
 }
 
+// One class of `out` after another, along the new dimension.
+Kernel one_hot(In self, int64_t depth, In on_value, In off_value, int64_t dim, Out out) {
+  const aclTensor &x = tensor(self, "self", kIndex | dtypes({ACL_UINT8})), &y = tensor(out, "out");
+  const aclTensor &on = tensor(on_value, "onValue"), &off = tensor(off_value, "offValue");
+  require(count(on.shape) == 1 && count(off.shape) == 1, "onValue and offValue must have one element");
+  require(on.dtype == y.dtype && off.dtype == y.dtype, "onValue and offValue must have the dtype of out");
+  const size_t d = axis(dim, x.shape.size() + 1, "axis");
+  Shape expected = x.shape;
+  expected.insert(expected.begin() + static_cast<ptrdiff_t>(d), depth);
+  require_shape(y, "out", expected);
+  std::vector<Kernel> classes;
+  for (int64_t c = 0; c < depth; c++)
+    classes.push_back(map<double, 3>(narrow(y, d, c, 1), {unsqueeze(x, d), on, off}, [c](double v, double a, double b) {
+      return v == static_cast<double>(c) ? a : b;
+    }));
+  return in_turn(std::move(classes));
+}
+
 // ---- Select ----------------------------------------------------------------------------------------------------------
 
 // An index checked against the dimension that it selects from, counted from the end when negative.
@@ -143,20 +161,25 @@ int64_t checked_index(int64_t index, int64_t size) {
   return index < 0 ? index + size : index;
 }
 
-// All elements of a view in row-major order.
-std::vector<int64_t> read_integers(const aclTensor &view) {
+// f of every element of a view, in row-major order.
+template <typename C, typename F>
+std::vector<int64_t> read(const aclTensor &view, F f) {
   std::vector<int64_t> values;
   const std::byte *base = resolve(view);
   const auto bytes = static_cast<int64_t>(size_of(view.dtype));
-  const Loader<int64_t> read = loader<int64_t>(view.dtype);
+  const Loader<C> load = loader<C>(view.dtype);
   const Space<1> space(view.shape, {view.strides});
   space.each_run([&](const auto &offset, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
-      int64_t scratch;
-      values.push_back(*read(base + (offset[0] + i * space.step()[0]) * bytes, 1, 1, &scratch));
+      C scratch;
+      values.push_back(f(*load(base + (offset[0] + i * space.step()[0]) * bytes, 1, 1, &scratch)));
     }
   });
   return values;
+}
+
+std::vector<int64_t> read_integers(const aclTensor &view) {
+  return read<int64_t>(view, [](int64_t v) { return v; });
 }
 
 Shape dense_strides(const Shape &shape) {
@@ -233,7 +256,7 @@ Kernel index(In self, Tensors indices, Out out) {
   std::vector<size_t> dims;
   Shape common;
   for (size_t d = 0; d < list_of(indices).size(); d++) {
-    const aclTensor &at = tensor(indices->tensors[d], "indices", kIndex | kBool | kFloats | kInts);
+    const aclTensor &at = tensor(indices->tensors[d], "indices");
     if (at.shape == Shape{0} && (y.shape.empty() || count(y.shape) != 0)) continue;
     require(in(at.dtype, kIndex), "indices: dtype " + name_of(at.dtype) + " is not simulated");
     common = chosen.empty() ? at.shape : broadcast(common, at.shape);
@@ -272,7 +295,7 @@ Kernel index(In self, Tensors indices, Out out) {
   };
 }
 
-// Both of these fill the front of `out` and then report how much of it counts.
+// This and the next fill the front of `out` and then report how much of it counts.
 Kernel masked_select(In self, In mask, Out out) {
   const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool | dtypes({ACL_UINT8})), &y = tensor(out, "out");
   require_same_dtype(x, y);
@@ -295,35 +318,31 @@ Kernel masked_select(In self, In mask, Out out) {
   };
 }
 
-Kernel nonzero(In self, Out out) {
-  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kIndex);
+// The indices of what is not zero: a row each in [found, rank], a column each in [rank, found] when `transposed`.
+Kernel nonzero(In self, Out out, bool transposed) {
+  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", dtypes({ACL_INT64}));
   const auto rank = static_cast<int64_t>(x.shape.size());
-  require_shape(y, "out", {count(x.shape), rank});
-  return by_kind(x.dtype, [&](auto c) -> Kernel {
-    using C = decltype(c);
-    return [=] {
-      const std::byte *values = resolve(x);
-      std::byte *to = resolve(y);
-      const auto bytes = static_cast<int64_t>(size_of(x.dtype)), out_bytes = static_cast<int64_t>(size_of(y.dtype));
-      const Loader<C> read = loader<C>(x.dtype);
-      const Storer<int64_t> write = storer<int64_t>(y.dtype);
-      const Shape places = dense_strides(x.shape);
-      int64_t found = 0, place = 0;
-      const Space<1> space(x.shape, {x.strides});
-      space.each_run([&](const auto &offset, int64_t n) {
-        for (int64_t i = 0; i < n; i++, place++) {
-          C scratch;
-          if (*read(values + (offset[0] + i * space.step()[0]) * bytes, 1, 1, &scratch) == 0) continue;
-          for (int64_t d = 0; d < rank; d++) {
-            const int64_t position = place / places[static_cast<size_t>(d)] % x.shape[static_cast<size_t>(d)];
-            write(&position, 1, to + (found * y.strides[0] + d * y.strides[1]) * out_bytes, 1);
-          }
-          found++;
-        }
-      });
-      report_shape(out, {found, rank});
-    };
-  });
+  require_shape(y, "out", transposed ? Shape{rank, count(x.shape)} : Shape{count(x.shape), rank});
+  require(y.strides == dense_strides(y.shape), "out: must be contiguous");
+  return [=] {
+    const std::vector<int64_t> values =
+        by_kind(x.dtype, [&](auto c) { return read<decltype(c)>(x, [](auto v) { return int64_t{v != 0}; }); });
+    const int64_t found = std::accumulate(values.begin(), values.end(), int64_t{0});
+    const Shape places = dense_strides(x.shape);
+    std::byte *to = resolve(y);
+    int64_t row = 0;
+    for (size_t i = 0; i < values.size(); i++) {
+      if (values[i] == 0) continue;
+      for (int64_t d = 0; d < rank; d++) {
+        const auto dim = static_cast<size_t>(d);
+        const int64_t position = static_cast<int64_t>(i) / places[dim] % x.shape[dim];
+        const int64_t at = transposed ? d * found + row : row * rank + d;
+        std::memcpy(to + at * int64_t{8}, &position, sizeof position);
+      }
+      row++;
+    }
+    report_shape(out, transposed ? Shape{rank, found} : Shape{found, rank});
+  };
 }
 
 // ---- Draw ------------------------------------------------------------------------------------------------------------
@@ -465,11 +484,14 @@ ACLNN(aclnnArange, (Num start, Num end, Num step, Out out), arange(start, end, s
 ACLNN(aclnnCat, (Tensors tensors, int64_t dim, Out out), cat(tensors, dim, out))
 ACLNN(aclnnStack, (Tensors tensors, int64_t dim, Out out), stack(tensors, dim, out))
 ACLNN(aclnnRepeat, (In self, Ints repeats, Out out), repeat(self, repeats, out))
+ACLNN(aclnnOneHot, (In self, int64_t depth, In on_value, In off_value, int64_t dim, Out out),
+      one_hot(self, depth, on_value, off_value, dim, out))
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), gather(self, dim, index, out))
 ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), index_select(self, dim, index, out))
 ACLNN(aclnnIndex, (In self, Tensors indices, Out out), index(self, indices, out))
 ACLNN(aclnnMaskedSelect, (In self, In mask, Out out), masked_select(self, mask, out))
-ACLNN(aclnnNonzero, (In self, Out out), nonzero(self, out))
+ACLNN(aclnnNonzero, (In self, Out out), nonzero(self, out, false))
+ACLNN(aclnnNonzeroV2, (In self, Out out), nonzero(self, out, true))
 ACLNN(aclnnInplaceNormal, (Out self, float mean, float std, int64_t seed, int64_t offset),
       normal(double(mean), double(std), seed, offset, self))
 ACLNN(aclnnNormalFloatFloat, (float mean, float std, int64_t seed, int64_t offset, Out out),

@@ -137,12 +137,18 @@ Kernel with_scalar(In self, Num other, Out out, Dtypes allowed, F f) {
   });
 }
 
+// The 1 that PyTorch passes by default is an integer even when the tensors are BOOL.
+void require_alpha(const aclScalar &alpha, aclDataType dtype) {
+  require(can_cast(alpha.dtype, dtype) || (dtype == ACL_BOOL && !is_floating(alpha.dtype)),
+          "alpha: dtype " + name_of(alpha.dtype) + " beside " + name_of(dtype));
+}
+
 // self + alpha * other and its like. `f` gets the product.
 template <typename F>
 Kernel scaled(In self, In other, Num alpha, Out out, Dtypes allowed, F f) {
   const aclScalar &factor = scalar(alpha, "alpha");
   const aclTensor &a = tensor(self, "self", allowed), &b = tensor(other, "other", allowed);
-  require(can_cast(factor.dtype, promote(a.dtype, b.dtype)), "alpha: dtype " + name_of(factor.dtype));
+  require_alpha(factor, promote(a.dtype, b.dtype));
   return binary(self, other, out, allowed, [f, factor](auto x, auto y) {
     return f(x, mul(value<decltype(y)>(factor), y));
   });
@@ -151,8 +157,7 @@ Kernel scaled(In self, In other, Num alpha, Out out, Dtypes allowed, F f) {
 template <typename F>
 Kernel scaled(In self, Num other, Num alpha, Out out, Dtypes allowed, F f) {
   const aclScalar &factor = scalar(alpha, "alpha");
-  require(can_cast(factor.dtype, promote(tensor(self, "self", allowed), scalar(other, "other"))),
-          "alpha: dtype " + name_of(factor.dtype));
+  require_alpha(factor, promote(tensor(self, "self", allowed), scalar(other, "other")));
   return with_scalar(self, other, out, allowed, [f, factor](auto x, auto y) {
     return f(x, mul(value<decltype(y)>(factor), y));
   });
@@ -255,25 +260,6 @@ Kernel hardtanh(In self, Num min, Num max, Out out) {
   });
 }
 
-constexpr auto gelu_erf = [](auto x) {
-  using C = decltype(x);
-  return C(0.5) * x * (1 + std::erf(x * C(0.70710678118654752440)));
-};
-constexpr auto gelu_tanh = [](auto x) {
-  using C = decltype(x);
-  return C(0.5) * x * (1 + std::tanh(C(0.79788456080286535588) * (x + C(0.044715) * x * x * x)));
-};
-
-Kernel gelu(In self, int64_t approximate, Out out) {
-  require(approximate == 0 || approximate == 1, "approximate: " + std::to_string(approximate) + " is neither 0 nor 1");
-  return approximate ? unary(self, out, kFloats, gelu_tanh) : unary(self, out, kFloats, gelu_erf);
-}
-
-Kernel log_sigmoid_forward(In self, Out out, Out buffer) {
-  tensor(buffer, "buffer");  // for the backward pass alone
-  return unary(self, out, kFloats, log_sigmoid);
-}
-
 // (1 - target) * x - weight_of_positives(target) * log_sigmoid(x), times weight.
 Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
   require(reduction == 0, "reduction: only 0 (none) is simulated");
@@ -317,7 +303,7 @@ Kernel where(In condition, In self, In other, Out out) {
 Kernel masked_fill(Out self, In mask, const aclScalar &number) {
   const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool);
   require(broadcast(x.shape, m.shape) == x.shape, "mask: shape " + text(m.shape) + " does not fit " + text(x.shape));
-  require(can_cast(number.dtype, x.dtype), "value: dtype " + name_of(number.dtype));
+  require(is_floating(x.dtype) || !is_floating(number.dtype), "value: dtype " + name_of(number.dtype));
   return by_kind(x.dtype, [&](auto c) {
     using C = decltype(c);
     return map<C, 2>(x, {x, m}, [v = value<C>(number)](C old, C chosen) { return chosen != 0 ? v : old; });
@@ -432,15 +418,16 @@ UNARY(Trunc, kFloats | kDouble, [](auto x) { return std::trunc(x); })
 UNARY(Sign, kAll, [](auto x) { return (x > 0) - (x < 0); })
 UNARY(Relu, kFloats | dtypes({ACL_INT8, ACL_INT32, ACL_INT64}), [](auto x) { return maximum(x, decltype(x){0}); })
 UNARY(Silu, kFloats, [](auto x) { return x / (1 + std::exp(-x)); })
-ACLNN(aclnnGelu, (In self, Out out), gelu(self, 0, out))
-ACLNN(aclnnGeluV2, (In self, int64_t approximate, Out out), gelu(self, approximate, out))
+ACLNN(aclnnGelu, (In self, Out out), unary(self, out, kFloats, [](auto x) {
+        using C = decltype(x);
+        return C(0.5) * x * (1 + std::erf(x * C(0.70710678118654752440)));
+      }))
 ACLNN(aclnnElu, (In self, Num alpha, Num scale, Num input_scale, Out out), elu(self, alpha, scale, input_scale, out))
 ACLNN(aclnnInplaceElu, (Out self, Num alpha, Num scale, Num input_scale), elu(self, alpha, scale, input_scale, self))
 ACLNN(aclnnLeakyRelu, (In self, Num slope, Out out), leaky_relu(self, slope, out))
 ACLNN(aclnnInplaceLeakyRelu, (Out self, Num slope), leaky_relu(self, slope, self))
 ACLNN(aclnnSoftplus, (In self, Num beta, Num threshold, Out out), softplus(self, beta, threshold, out))
 ACLNN(aclnnHardtanh, (In self, Num min, Num max, Out out), hardtanh(self, min, max, out))
-ACLNN(aclnnLogSigmoidForward, (In self, Out out, Out buffer), log_sigmoid_forward(self, out, buffer))
 
 REAL(Exp, [](auto x) { return std::exp(x); })
 REAL(Expm1, [](auto x) { return std::expm1(x); })

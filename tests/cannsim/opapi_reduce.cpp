@@ -262,21 +262,6 @@ Kernel spread(In self, Ints dims, bool keepdim, Out out, F f) {
   return reduce(x, dims_of(dims), keepdim, y, x.dtype, f);
 }
 
-Kernel norm(In self, Num p, Ints dims, bool keepdim, Out out) {
-  const auto order = value<double>(scalar(p, "pScalar"));
-  return spread(self, dims, keepdim, out, [order](const auto *row, int64_t n) {
-    double sum = 0, largest = 0, smallest = std::numeric_limits<double>::infinity();
-    for (int64_t i = 0; i < n; i++) {
-      const double magnitude = std::abs(static_cast<double>(row[i]));
-      largest = std::isnan(magnitude) || magnitude > largest ? magnitude : largest;
-      smallest = std::isnan(magnitude) || magnitude < smallest ? magnitude : smallest;
-      sum += order == 0 ? magnitude != 0 : order == 2 ? magnitude * magnitude : std::pow(magnitude, order);
-    }
-    if (std::isinf(order)) return order > 0 ? largest : smallest;
-    return order == 0 ? sum : order == 2 ? std::sqrt(sum) : std::pow(sum, 1 / order);
-  });
-}
-
 Kernel log_sum_exp(In self, Ints dims, bool keepdim, Out out) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kFloats | kDouble);
   require_cast(floating(x.dtype), y);
@@ -357,7 +342,6 @@ ACLNN(aclnnVarCorrection, (In self, Ints dims, int64_t correction, bool keepdim,
 ACLNN(aclnnStd, (In self, Ints dims, int64_t correction, bool keepdim, Out out),
       spread(self, dims, keepdim, out,
              [=](const auto *row, int64_t n) { return std::sqrt(variance(row, n, correction)); }))
-ACLNN(aclnnNorm, (In self, Num p, Ints dims, bool keepdim, Out out), norm(self, p, dims, keepdim, out))
 ACLNN(aclnnLogSumExp, (In self, Ints dims, bool keepdim, Out out), log_sum_exp(self, dims, keepdim, out))
 ACLNN(aclnnSoftmax, (In self, int64_t dim, Out out),
       softmax(self, dim, out, [](const auto *row, int64_t n, auto *results) { softmax_of(row, n, results); }))
