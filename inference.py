@@ -372,6 +372,8 @@ class Evidence:
         self.lock_fd = -1
         self.log_fd = -1
         self.stdout_open = True
+        self.terminal = os.isatty(1)
+        self.colour = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.stderr_fd = os.dup(2)
         self.captured_stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115 (open to the end)
         self.concluded = False
@@ -470,7 +472,18 @@ class Evidence:
             if echo:
                 self.echo(data)
 
-    def echo(self, data: bytes) -> None:
+    def countdown(self, until: float) -> None:
+        """Sleep, and on a terminal say for how much longer."""
+        while (left := until - time.monotonic()) > 0:
+            if self.terminal:
+                self.echo(f"\r[ready]   {left:.0f} s left \r".encode(), colour=False)
+            time.sleep(min(left, 1.0) if self.terminal else left)
+
+    def echo(self, data: bytes, colour: bool = True) -> None:
+        if self.colour and colour:
+            data = re.sub(rb"^(\[[\w-]+\])", rb"\033[36m\1\033[0m", data)
+            data = re.sub(rb"=(True\b|0 (?=result_json))", rb"=\033[32m\1\033[0m", data)
+            data = re.sub(rb"=(False\b|\d+ (?=result_json))", rb"=\033[1;31m\1\033[0m", data)
         # stdout is a courtesy copy of the log. A reader that went away (| head -1) or stopped reading must neither end
         # nor stall the run: select says when a pipe takes another 4096 bytes without blocking.
         while self.stdout_open and data:
@@ -722,7 +735,7 @@ class ExitTimer:
 
     def set(self, deadline: float) -> None:
         timer_abstime = 1
-        times = self.Times(s=int(deadline), ns=int(deadline % 1 * 1e9))
+        times = self.Times() if math.isinf(deadline) else self.Times(s=int(deadline), ns=int(deadline % 1 * 1e9))
         self.library.timer_settime(self.timer, timer_abstime, ctypes.byref(times), None)
 
 
@@ -781,16 +794,24 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     result = evidence.result["checkpoint"] = dict.fromkeys(("path", "bytes", "sha256", "size_ok", "sha256_ok"))
     result["path"] = shown
     evidence.log("start")
-    raw, size_on_disk = read_checkpoint(path, shown)
+    fetched = None
+    if args.checkpoint is None and pinned and not os.path.lexists(path):
+        fetched = fetch_checkpoint()
+    raw, size_on_disk = read_checkpoint(fetched or path, shown)
     digest = hashlib.sha256(raw).hexdigest()
     size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size_on_disk)
     sha256_ok = digest == args.sha256
     result.update(bytes=len(raw), sha256=digest, size_ok=size_ok, sha256_ok=sha256_ok)
     evidence.log("verify")
     if not (size_ok and sha256_ok):
+        if fetched:
+            fetched.resolve().unlink(missing_ok=True)  # from the hub's cache too: the next run asks the hub again
         expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
         raise CheckpointRejected(f"{shown} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
                                  "fetch the file again; --sha256 names the digest of a checkpoint of your own")
+    if fetched:
+        with contextlib.suppress(OSError):  # where the project cannot be written, the hub's cache serves the next run
+            replace_file(path, raw)
     if pinned:
         evidence.result.update(model_id=MODEL_ID, source_revision=SOURCE_REVISION, license=LICENSE)
     members = read_members(raw)
@@ -800,6 +821,26 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     if count_parameters(network) > len(members["policy.pth"]):
         raise CheckpointRejected("data describes a network with more parameters than policy.pth has bytes")
     return Checkpoint(raw, members, data, network, pinned)
+
+
+FETCH_HINT = (f"fetch it: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision {SOURCE_REVISION} --local-dir . "
+              f"(SHA256 {CHECKPOINT_SHA256}); or name another with --checkpoint and --sha256")
+
+
+def fetch_checkpoint() -> Path | None:
+    """The pinned file in huggingface_hub's cache, fetched where need be; None when that package is not installed.
+
+    Its environment variables apply (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME ...). What arrives is verified like any file.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        return None
+    try:
+        return Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION))
+    except Exception as error:  # any of the hub's, the HTTP client's and the file system's
+        raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: {first_line(error)}",
+                                 FETCH_HINT) from error
 
 
 def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
@@ -814,10 +855,7 @@ def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
                 raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_EXPANDED_BYTES}")
             return file.read(MAX_EXPANDED_BYTES + 1), status.st_size
     except OSError as error:
-        hint = "name a checkpoint with --checkpoint"
-        if path == PROJECT / CHECKPOINT_NAME:
-            hint = (f"fetch it: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision {SOURCE_REVISION} --local-dir . "
-                    f"(SHA256 {CHECKPOINT_SHA256})")
+        hint = FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else "name a checkpoint with --checkpoint"
         raise CheckpointRejected(f"{shown}: {error.strerror}", hint) from error
 
 
@@ -1209,7 +1247,8 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
     try:
         result["npu_available"] = torch.npu.is_available()
         if not result["npu_available"]:
-            raise NpuUnavailable("torch.npu.is_available() is False: no device", NO_DEVICE_HINT)
+            raise NpuUnavailable("torch.npu.is_available() is False: no device", no_device_hint(
+                result["visible_devices"], npu_smi(["info"], evidence, guard).text))
         torch.npu.set_device(0)
         torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
         torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
@@ -1240,8 +1279,47 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
 
 
 DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) what the error code means"
-NO_DEVICE_HINT = ("npu-smi info must list one, ASCEND_RT_VISIBLE_DEVICES must name it; without an NPU try the program "
-                  "on the simulated one: tests/simulate.sh")
+TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/simulate.sh"
+# What mends a start-up failure, by the text that users meet. The first pattern that is found counts.
+NPU_HINTS = (
+    (r"No module named '?torch", "install torch and torch_npu as a pair that matches your CANN, or use the CANN image"),
+    (r"lib(hccl|ascendcl|acl_\w+|ge_runner|graph)\.so: cannot open",
+     "CANN is not set up in this shell: source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
+    (r"undefined symbol", "torch and torch_npu are no pair: install the torch_npu release of your torch version"),
+    (r"Two accelerators", "this torch is a CUDA build: install the CPU build of the same version"),
+    (r"ACL_PRECISION_MODE|500001|compiled using NumPy 1|numpy\.core\.multiarray",
+     "CANN's operator compiler lacks Python packages, or meets a numpy that is too new: "
+     "python3 -m pip install 'numpy<2' decorator attrs psutil scipy sympy cffi pyyaml pathlib2 protobuf"),
+    (r"EL0004|207001|out of memory", "the device's memory is full: npu-smi info lists the processes that hold it"),
+    (r"107001|207004|EE1001", "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export "
+     "ASCEND_RT_VISIBLE_DEVICES=0"),
+    (r"507008|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
+    (r"-8005", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
+     "upgrade, reboot"),
+    (r"-8020|507899", "another container holds the device, or this one may not open it: stop the other, or start this "
+     "one with --device /dev/davinci0"),
+    (r"507033|E30006", "the device does not start: npu-smi info shows its health; after a driver upgrade, reboot"),
+)
+
+
+def npu_hint(text: str) -> str:
+    return "; ".join((next((hint for pattern, hint in NPU_HINTS if re.search(pattern, text)), DEVICE_HINT),
+                      TRY_SIMULATOR))
+
+
+def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) -> str:
+    """Why torch_npu counts no device: it only counts, and gives no reason."""
+    devices = sorted(path for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name))
+    if re.search(r"-80\d\d", npu_smi_says):
+        return npu_hint(npu_smi_says)
+    if devices and not all(os.access(path, os.R_OK | os.W_OK) for path in (*devices, dev / "davinci_manager")):
+        return npu_hint("-8005")
+    if devices:
+        return (f"{len(devices)} are here ({devices[0].name} ...), ASCEND_RT_VISIBLE_DEVICES={visible} must be among "
+                f"those that npu-smi info lists, counted from 0; {TRY_SIMULATOR}")
+    return ("there is no /dev/davinci*: in a container, start it with --device /dev/davinci0 --device "
+            "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc; on the host, npu-smi info must list "
+            f"a device; {TRY_SIMULATOR}")
 
 
 def import_torch_npu() -> tuple[Any, Any]:
@@ -1253,31 +1331,12 @@ def import_torch_npu() -> tuple[Any, Any]:
     return torch, torch_npu
 
 
-def npu_hint(text: str) -> str:
-    """What mends a start-up failure, by the text that users meet."""
-    for pattern, hint in NPU_HINTS:
-        if re.search(pattern, text):
-            return hint + "; without an NPU try the program on the simulated one: tests/simulate.sh"
-    return NO_DEVICE_HINT
-
-
-NPU_HINTS = (
-    (r"No module named '?torch", "install torch and torch_npu that match your CANN, or use the CANN image"),
-    (r"lib(hccl|ascendcl|acl_op_compiler|ge_runner|graph|acl_tdt_channel)\.so", "CANN is not set up in this shell: "
-     "source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
-    (r"undefined symbol", "torch and torch_npu are no pair: install the torch_npu release of your torch version"),
-    (r"Two accelerators", "this torch is a CUDA build: install the CPU build of the same version"),
-)
-
-
 def first_line(error: BaseException) -> str:
     """The line of an error's text that tells most."""
-    cause = error.__cause__ if error.__cause__ and "backend extension" in str(error) else error
-    lines = str(cause).strip().splitlines() or [type(error).__name__]
+    text = str(error.__cause__ if error.__cause__ and "backend extension" in str(error) else error).strip()
     # What the device said stands deep inside the texts that torch wraps around it.
-    telling = next((line for line in lines if re.search(r"error code|NPU function error", line)),
-                   next((line for line in lines if "WeightsUnpickler error" in line), lines[0]))
-    return telling.strip()[:300]
+    match = re.search(r"NPU function error:? .*?error code is \d+|WeightsUnpickler error: .*", text)
+    return (match[0] if match else (text.splitlines() or [type(error).__name__])[0])[:300]
 
 
 def simulator_version() -> str | None:
@@ -1455,8 +1514,9 @@ def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> 
         action_space = box(action["box"])
     steering = {
         "policy_class": ActorCriticPolicy,
-        # SB3 initialises weights orthogonally, slowly, and then overwrites them with the file's
-        "policy_kwargs": {**network.policy_kwargs, "ortho_init": False, "activation_fn": getattr(torch.nn, network.activation),
+        # without the orthogonal initialisation: slow, and overwritten with the file's weights at once
+        "policy_kwargs": {**network.policy_kwargs, "ortho_init": False,
+                          "activation_fn": getattr(torch.nn, network.activation),
                           "optimizer_class": getattr(torch.optim, network.optimizer)},
         "observation_space": box(network.observation),
         "action_space": action_space,
@@ -1540,7 +1600,7 @@ def ready(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence, guard))
     result["versions"]["driver"] = result["npu_smi"].pop("driver") or result["versions"]["driver"]
     evidence.log("npu_smi")
-    time.sleep(max(0.0, args.hold_seconds - (time.monotonic() - ready_at)))
+    evidence.countdown(ready_at + args.hold_seconds)
 
 
 def marker_text(result: Result) -> str:
@@ -2351,7 +2411,7 @@ def final(torch: Any, evidence: Evidence, guard: Guard) -> None:
 
 def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     """All stages. Returns only when the evidence of a good run is committed."""
-    guard.enter("verify")
+    guard.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
     checkpoint = verify(args, evidence)
     observations = read_observations(args, checkpoint.network.observation.shape, evidence)
     prepare_environment(evidence)
