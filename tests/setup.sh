@@ -42,7 +42,7 @@ setup_tools() {
   _make_environment "$tools" "$python" "the test tools (${test_tools[*]})" "$(printf '%s\n' "${test_tools[@]}")" \
     "${test_tools[@]}"
   # shellcheck disable=SC2034  # for the script that sources this one
-  test_python=$tools/bin/python
+  test_python=$tools/bin/python3
 }
 
 # use_simulator: the simulator's libraries and npu-smi come first; what a sourced set_env.sh added goes.
@@ -100,7 +100,7 @@ _choose_python() {
     die "$executable cannot make virtual environments. Install what is missing: apt-get install python3-venv (Debian)," \
       "dnf install python3 python3-pip (openEuler), or name another interpreter: PYTHON=/path/to/python3"
   torch_npu_version=$torch_version
-  python=$project/.venv/$python_tag/bin/python
+  python=$project/.venv/$python_tag/bin/python3
   _make_environment "$project/.venv/$python_tag" "$executable" \
     "torch and torch_npu $torch_version and requirements.txt (once, some minutes)" \
     "$(printf '%s\n' "torch $torch_version" && cat -- "$project/requirements.txt")" \

