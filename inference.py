@@ -376,6 +376,7 @@ class Evidence:
         self.colour = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.stderr_fd = os.dup(2)
         self.captured_stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115 (open to the end)
+        self.watcher = -1  # a pipe to the process that speaks for this one when it is stuck (see Guard)
         self.concluded = False
         self.stage = "start"
         self.mutex = threading.RLock()  # the main thread and the guard both write
@@ -389,7 +390,7 @@ class Evidence:
             argv=[self.shown_argument(argument) for argument in argv],
             cwd=self.shown(os.curdir, typed="outside the project"), log_dir=self.shown(self.dir, typed=log_dir),
             versions={"python": platform.python_version(), "platform": platform.platform()},
-            script_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+            script_sha256=sha256_of(Path(__file__)))
 
     def now(self) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
@@ -399,10 +400,11 @@ class Evidence:
         """Note how long the stage took that ends here, and begin the next."""
         now = time.monotonic()
         if self.stage != "start":
-            self.result["stages"] = [*(self.result["stages"] or []), {
-                "name": self.stage, "elapsed_s": round(now - self.stage_started, 6),
-                "outcome": "failed" if self.result["error"] else "ok"}]
-        self.stage, self.stage_started = stage or self.stage, now
+            outcome = "failed" if self.result["error"] else "ok"
+            self.result["stages"] = [*(past for past in self.result["stages"] or [] if past["name"] != self.stage), {
+                "name": self.stage, "elapsed_s": round(now - self.stage_started, 6), "outcome": outcome}]
+        if stage:
+            self.stage, self.stage_started = stage, now
 
     def open(self) -> None:
         """Lock the directory, remove what an earlier run left, and start the log."""
@@ -446,10 +448,11 @@ class Evidence:
     def shown(self, path: str | Path, typed: str | None = None) -> str:
         """A path as evidence may show it: inside the project relative to it, any other as the user typed it."""
         with contextlib.suppress(FileNotFoundError):  # of a current directory that was deleted
-            absolute = Path(os.path.realpath(path))
-            if absolute.is_relative_to(PROJECT):
-                return str(absolute.relative_to(PROJECT))
-        return typed or str(path)
+            for absolute in (os.path.abspath(path), os.path.realpath(path)):  # it may be, or lie behind, a link
+                for project in (PROJECT, Path(os.path.abspath(__file__)).parent):
+                    if Path(absolute).is_relative_to(project):
+                        return str(Path(absolute).relative_to(project))
+        return typed or Path(path).name
 
     def shown_argument(self, argument: str) -> str:
         name, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
@@ -458,6 +461,13 @@ class Evidence:
     def log(self, block: str) -> None:
         for line in LOG[block](self.result):
             self.say(line)
+        self.tell_watcher()
+
+    def tell_watcher(self) -> None:
+        if self.watcher >= 0:
+            news = {"stage": self.stage, "deadline": self.deadline, "result": self.result}
+            with contextlib.suppress(OSError):
+                os.write(self.watcher, json.dumps(news).encode() + b"\n")
 
     def say(self, line: str, echo: bool = True) -> None:
         """One line for the log, and for stdout."""
@@ -519,7 +529,15 @@ class Evidence:
     def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
         """Write a file of the run atomically and durably."""
         try:
-            replace_file(self.dir / name, data)
+            with self.mutex:
+                replace_file(self.dir / name, data)
+        except OSError as error:
+            raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
+
+    def append(self, name: str, data: bytes) -> None:
+        try:
+            with self.mutex, open(self.dir / name, "ab") as file:
+                file.write(data)
         except OSError as error:
             raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
 
@@ -528,8 +546,8 @@ class Evidence:
         sums = PROJECT / "SHA256SUMS"
         if not sums.exists() or self.dir.resolve() != PROJECT / "logs":
             return
-        others = [line for line in sums.read_text("utf-8").splitlines() if not line[66:].startswith("logs/")]
-        replace_file(sums, "".join(line + "\n" for line in [*others, *lines]).encode())
+        others = [line for line in sums.read_bytes().splitlines() if not line[66:].startswith(b"logs/")]
+        replace_file(sums, b"".join(line + b"\n" for line in [*others, *(line.encode() for line in lines)]))
 
     def seal(self) -> None:
         """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
@@ -538,8 +556,7 @@ class Evidence:
         try:
             os.fsync(self.log_fd)
             self.result["files"] = {
-                name: hashlib.sha256((self.dir / name).read_bytes()).hexdigest()
-                for name in EVIDENCE_FILES if (self.dir / name).exists()}
+                name: sha256_of(self.dir / name) for name in EVIDENCE_FILES if (self.dir / name).exists()}
             data = (json.dumps(self.result, indent=2, allow_nan=False) + "\n").encode()
             hashes = {**self.result["files"], RESULT_FILE: hashlib.sha256(data).hexdigest()}
             replace_file(self.dir / RESULT_FILE, data, before_rename=lambda: self.update_sums(
@@ -618,6 +635,14 @@ def replace_file(path: Path, data: bytes | Callable[[IO[bytes]], None], before_r
         os.close(directory)
 
 
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def without_paths(text: str) -> str:
     """An error text of a library without the directories of this machine: evidence is made to be published."""
     return re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", text)
@@ -651,12 +676,12 @@ class Guard:
         self.children: set[subprocess.Popen[bytes]] = set()
         self.timer = ExitTimer(DeviceTimeout.code)
         self.signals = [s for s in GUARDED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
-        read_end, self.pipe = os.pipe()
-        parent = os.getpid()
+        read_end, write_end = os.pipe()
         if os.fork() == 0:
-            os.close(self.pipe)
-            self.watch_from_outside(read_end, parent)
+            os.close(write_end)
+            self.watch_from_outside(read_end)
         os.close(read_end)
+        evidence.watcher = write_end
         threading.Thread(target=self.watch_from_inside, name="guard", daemon=True).start()
 
     def enter(self, stage: str, at_least_s: float = 0.0) -> None:
@@ -665,13 +690,13 @@ class Guard:
         if stage != self.evidence.stage:
             self.evidence.enter(stage)
         self.evidence.deadline = deadline
-        os.write(self.pipe, f"{deadline} {stage}\n".encode())
+        self.evidence.tell_watcher()
         self.timer.set(deadline + 2 * GRACE_S)
 
     def leave(self) -> None:
         """Tell the forked child that this process ends of its own will."""
-        with contextlib.suppress(OSError):
-            os.write(self.pipe, f"{math.inf} end\n".encode())
+        self.evidence.stage, self.evidence.deadline = "end", math.inf
+        self.evidence.tell_watcher()
 
     def watch_from_inside(self) -> None:
         while True:
@@ -685,30 +710,28 @@ class Guard:
         for child in list(self.children):
             with contextlib.suppress(OSError):
                 os.killpg(child.pid, signal.SIGKILL)
-        leave(self.evidence, self, self.evidence.conclude(failure))
+        with self.evidence.mutex:  # held to the end: the main thread adds nothing to what is sealed
+            leave(self.evidence, self, self.evidence.conclude(failure))
 
-    def watch_from_outside(self, read_end: int, parent: int) -> None:
+    def watch_from_outside(self, read_end: int) -> None:
         """The forked child: ends with its parent, or speaks for it when it is stuck or crashed. Never returns."""
-        os.close(self.evidence.lock_fd)  # the lock is the parent's alone
-        deadline, stage, pending = math.inf, "start", b""
+        evidence, pending = self.evidence, b""
+        os.close(evidence.lock_fd)  # the lock is the parent's alone
         while True:
-            wait = None if deadline == math.inf else max(0.0, deadline + GRACE_S - time.monotonic())
-            if select.select([read_end], [], [], wait)[0]:
-                news = os.read(read_end, 65536)
-                if not news:
-                    if stage != "end":
-                        self.evidence.release_stderr()
-                        self.evidence.complain(f"inference.py: {stage}: the process was killed, or a native library "
-                                               "crashed; no result was written; the CANN logs (plog) may tell more")
-                    os._exit(0)
-                *lines, pending = (pending + news).split(b"\n")
-                for line in lines:
-                    text, _, stage = line.decode().partition(" ")
-                    deadline = float(text)
-            elif os.getppid() == parent:
-                self.evidence.stage = stage
-                self.evidence.conclude(DeviceTimeout(*device_timeout(stage)))
+            wait = None if math.isinf(evidence.deadline) else max(0.0, evidence.deadline + GRACE_S - time.monotonic())
+            if not select.select([read_end], [], [], wait)[0]:
+                evidence.conclude(DeviceTimeout(*device_timeout(evidence.stage)))
                 os._exit(0)
+            news = os.read(read_end, 65536)
+            if not news and evidence.stage != "end":
+                evidence.release_stderr()
+                evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library "
+                                  "crashed; no result was written; the CANN logs (plog) may tell more")
+            if not news:
+                os._exit(0)
+            *lines, pending = (pending + news).split(b"\n")
+            for line in lines:
+                vars(evidence).update(json.loads(line))
 
 
 class ExitTimer:
@@ -1687,11 +1710,7 @@ def npu_smi(arguments: list[str], evidence: Evidence, guard: Guard) -> Answer:
             wrong = str(error.strerror)
     heading = (f"# npu-smi {' '.join(arguments)} at={evidence.now()} bytes={len(output)} "
                f"outcome={wrong or 'exit code 0'}\n")
-    try:
-        with open(evidence.dir / "npu_smi.log", "ab") as log:
-            log.write(heading.encode() + output + b"\n")
-    except OSError as error:
-        raise EvidenceUnwritable(f"npu_smi.log: {error.strerror}", "free some space") from error
+    evidence.append("npu_smi.log", heading.encode() + output + b"\n")
     return answer_of(output, wrong)
 
 
@@ -1723,15 +1742,16 @@ def recorded_answers(log: bytes) -> Iterator[tuple[str, str, Answer]]:
 
 def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
     """What a command printed, and "" or what was wrong with how it ended."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                             start_new_session=True)
-    guard.children.add(child)
-    deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
-    output, wrong = b"", ""
-    assert_pipe = child.stdout
-    if assert_pipe is None:
-        raise OSError("no pipe")
-    with assert_pipe as pipe:
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb", buffering=0) as pipe:
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.STDOUT,
+                                     start_new_session=True)
+        finally:
+            os.close(write_end)
+        guard.children.add(child)
+        deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
+        output, wrong = b"", ""
         while not wrong:
             if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
@@ -2148,27 +2168,26 @@ def gate_success(r: Result, _: Path) -> str:
 def gate_files(r: Result, directory: Path) -> str:
     """Each file has the digest that the result names, and there is no other."""
     present = [name for name in EVIDENCE_FILES if (directory / name).exists()]
-    digests = {name: hashlib.sha256((directory / name).read_bytes()).hexdigest() for name in present}
+    digests = {name: sha256_of(directory / name) for name in present}
     wanted = set(EVIDENCE_FILES[:3]) | ({OUTPUTS_FILE} if r["observations"] else set())
     missing = sorted(wanted - set(present)) if r["exit_code"] == 0 else []
     if directory.resolve() == PROJECT / "logs" and (PROJECT / "SHA256SUMS").exists():
         listed = {line[66:]: line[:64] for line in (PROJECT / "SHA256SUMS").read_text("utf-8").splitlines()}
-        result_digest = hashlib.sha256((directory / RESULT_FILE).read_bytes()).hexdigest()
-        for name, digest in {**digests, RESULT_FILE: result_digest}.items():
+        for name, digest in {**digests, RESULT_FILE: sha256_of(directory / RESULT_FILE)}.items():
             if listed.get(f"logs/{name}") != digest:
                 missing.append(f"{name} as in SHA256SUMS")
     return "; ".join(filter(None, (unequal(files=(r["files"], digests)), f"lacks {missing}" if missing else "")))
 
 
 def gate_script(r: Result, _: Path) -> str:
-    return unequal(script_sha256=(r["script_sha256"], hashlib.sha256(Path(__file__).read_bytes()).hexdigest()))
+    return unequal(script_sha256=(r["script_sha256"], sha256_of(Path(__file__))))
 
 
 def gate_checkpoint(r: Result, _: Path) -> str:
     checkpoint = r["checkpoint"]
     pinned = checkpoint["sha256"] == CHECKPOINT_SHA256
     path = PROJECT / checkpoint["path"]
-    on_disk = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else checkpoint["sha256"]
+    on_disk = sha256_of(path) if path.is_file() else checkpoint["sha256"]
     size = path.stat().st_size if path.is_file() else checkpoint["bytes"]
     return unequal(
         keys=(list(checkpoint), ["path", "bytes", "sha256", "size_ok", "sha256_ok"]),
