@@ -109,7 +109,7 @@ def values(shape: tuple[int, ...], dtype: str, seed: int = 0, special: bool = Fa
 
 
 def layouts(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, and views of it that are not contiguous. It must be on its device by now: `.to` would compact them."""
+    """The tensor, and views of it that are not contiguous. It must be on its device by now: `.to` compacts."""
     yield tensor
     if tensor.dim() >= 1:
         yield tensor[1:] if tensor.size(0) > 1 else tensor[:0]
@@ -718,7 +718,8 @@ def wrong_shapes() -> None:
     acl.refused(INVALID_ARGUMENT, "self: shape [3], expected two", "aclnnMm", x, matrix, row, 0)
     acl.refused(INVALID_ARGUMENT, "self: more than 8", "aclnnRelu", acl.tensor(*[1] * 9), acl.tensor(*[1] * 9))
     square, numbers = acl.tensor(4, 4), (acl.scalar(1), acl.scalar(1))
-    acl.refused(INVALID_ARGUMENT, "self: shape [3]", "aclnnAddmm", x, matrix, square, *numbers, matrix, 0)
+    words = "self: shape [3] does not broadcast to [3, 4]"
+    acl.refused(INVALID_ARGUMENT, words, "aclnnAddmm", x, matrix, square, *numbers, matrix, 0)
 
 
 @case("views outside of their storage")

@@ -8,7 +8,7 @@
 
 namespace opapi {
 
-// ---- Operators -------------------------------------------------------------------------------------------------------
+// ---- Operators ------------------------------------------------------------------------------------------------------
 
 int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, const std::function<Kernel()> &check) {
   const std::string entry = std::string(name) + "GetWorkspaceSize";
@@ -47,7 +47,7 @@ int launch(const char *name, aclOpExecutor *executor, aclrtStream stream) {
   return cannsim::enqueue(stream, spent.name, spent.run);
 }
 
-// ---- Data types ------------------------------------------------------------------------------------------------------
+// ---- Data types -----------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -148,7 +148,7 @@ aclDataType promote(const aclTensor &tensor, const aclScalar &scalar) {
 
 bool can_cast(aclDataType from, aclDataType to) { return category(from) <= category(to); }
 
-// ---- Arguments -------------------------------------------------------------------------------------------------------
+// ---- Arguments ------------------------------------------------------------------------------------------------------
 
 std::string text(const Shape &shape) {
   std::ostringstream out;
@@ -207,6 +207,20 @@ void require_shape(const aclTensor &tensor, const char *name, const Shape &expec
           std::string(name) + ": shape " + text(tensor.shape) + ", expected " + text(expected));
 }
 
+void require_fits(const aclTensor &tensor, const char *name, const Shape &shape) {
+  bool fits = tensor.shape.size() <= shape.size();
+  for (size_t d = 1; fits && d <= tensor.shape.size(); d++) {  // from the last dimension
+    const int64_t size = tensor.shape[tensor.shape.size() - d];
+    fits = size == 1 || size == shape[shape.size() - d];
+  }
+  require(fits, std::string(name) + ": shape " + text(tensor.shape) + " does not broadcast to " + text(shape));
+}
+
+void require_dtype(const aclTensor &tensor, const char *name, aclDataType expected) {
+  require(tensor.dtype == expected,
+          std::string(name) + ": dtype " + name_of(tensor.dtype) + ", expected " + name_of(expected));
+}
+
 void require_cast(aclDataType from, const aclTensor &out) {
   require(can_cast(from, out.dtype),
           "out: a result of dtype " + name_of(from) + " cannot be cast to " + name_of(out.dtype));
@@ -259,7 +273,7 @@ aclTensor unsqueeze(aclTensor view, size_t dim) {
   return view;
 }
 
-// ---- Device memory ---------------------------------------------------------------------------------------------------
+// ---- Device memory --------------------------------------------------------------------------------------------------
 
 std::byte *resolve(const aclTensor &view) {
   const auto bytes = static_cast<int64_t>(size_of(view.dtype));
@@ -275,7 +289,7 @@ std::byte *resolve(const aclTensor &view) {
   return static_cast<std::byte *>(memory);
 }
 
-// ---- Element by element ----------------------------------------------------------------------------------------------
+// ---- Element by element ---------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -325,7 +339,7 @@ template Kernel map_blocks<float>(const aclTensor &, std::vector<aclTensor>, Bod
 template Kernel map_blocks<double>(const aclTensor &, std::vector<aclTensor>, Body<double>);
 template Kernel map_blocks<int64_t>(const aclTensor &, std::vector<aclTensor>, Body<int64_t>);
 
-// ---- Handles ---------------------------------------------------------------------------------------------------------
+// ---- Handles --------------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -362,8 +376,8 @@ LiveTensors &live() {
   return *tensors;
 }
 
-// Wraps the making of a handle: null, with a message, when the call is refused. Handles are plain host memory, so making
-// and destroying them is neither traced nor a place where a failure can be injected.
+// Wraps the making of a handle: null, with a message, when the call is refused. Handles are plain host memory, so
+// making and destroying them is neither traced nor a place where a failure can be injected.
 template <typename F>
 auto make(const char *name, F f) -> decltype(f()) {
   try {

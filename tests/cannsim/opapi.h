@@ -1,10 +1,10 @@
 // The framework in which the aclnn operators of the simulator are written.
 //
-// ACLNN(aclnnRelu, (In self, Out out), unary(...)) exports the pair aclnnReluGetWorkspaceSize / aclnnRelu. The expression
-// checks the arguments at once, by throwing Refusal, and returns the Kernel that the stream runs later.
+// ACLNN(aclnnRelu, (In self, Out out), unary(...)) exports the pair aclnnReluGetWorkspaceSize / aclnnRelu. The
+// expression checks the arguments at once, by throwing Refusal, and returns the Kernel that the stream runs later.
 //
 // An operator computes in one of three C types (float, double, int64_t); loaders and storers convert to and from the
-// eleven storage types in blocks, so that an operator is one lambda and not one instantiation per combination of dtypes.
+// ten storage types in blocks, so that an operator is one lambda and not one instantiation per combination of dtypes.
 #pragma once
 
 #include "cannsim.h"
@@ -20,7 +20,7 @@
 
 namespace opapi {
 
-// ---- What goes wrong -------------------------------------------------------------------------------------------------
+// ---- What goes wrong ------------------------------------------------------------------------------------------------
 
 constexpr int kNullArgument = 161001;     // ACLNN_ERR_PARAM_NULLPTR
 constexpr int kInvalidArgument = 161002;  // ACLNN_ERR_PARAM_INVALID
@@ -39,7 +39,7 @@ inline void require(bool condition, const std::string &message) {
   if (!condition) throw Refusal{kInvalidArgument, message};
 }
 
-// ---- Operators -------------------------------------------------------------------------------------------------------
+// ---- Operators ------------------------------------------------------------------------------------------------------
 
 using In = const aclTensor *;
 using Out = aclTensor *;
@@ -63,7 +63,7 @@ int launch(const char *name, aclOpExecutor *executor, aclrtStream stream);
     return opapi::launch(#NAME, executor, stream);                                                               \
   }
 
-// ---- Data types ------------------------------------------------------------------------------------------------------
+// ---- Data types -----------------------------------------------------------------------------------------------------
 
 struct Half {
   uint16_t bits;
@@ -139,7 +139,7 @@ To convert(From value) {
   else if constexpr (std::is_same_v<To, BFloat16>) return to_bfloat16(static_cast<float>(value));
   else if constexpr (std::is_same_v<To, Bool>) return Bool{static_cast<uint8_t>(value != 0)};
   else if constexpr (std::is_integral_v<To> && std::is_floating_point_v<From>) {
-    // Out of range is undefined in C++: saturate at 64 bits, then wrap, as torch does on the CPU for the narrower types.
+    // Out of range is undefined in C++: saturate at 64 bits, then wrap to the narrower types.
     constexpr auto limit = static_cast<From>(9223372036854775808.0);
     if (std::isnan(value)) return 0;
     if (value >= limit) return static_cast<To>(std::numeric_limits<int64_t>::max());
@@ -148,7 +148,7 @@ To convert(From value) {
   } else return static_cast<To>(value);
 }
 
-// ---- Arguments -------------------------------------------------------------------------------------------------------
+// ---- Arguments ------------------------------------------------------------------------------------------------------
 
 std::string text(const Shape &shape);
 int64_t count(const Shape &shape);
@@ -167,6 +167,8 @@ C value(const aclScalar &scalar) {
 }
 
 void require_shape(const aclTensor &tensor, const char *name, const Shape &expected);
+void require_fits(const aclTensor &tensor, const char *name, const Shape &shape);  // broadcasts to exactly that
+void require_dtype(const aclTensor &tensor, const char *name, aclDataType expected);
 void require_cast(aclDataType from, const aclTensor &out);
 Shape broadcast(const Shape &a, const Shape &b);
 Shape expand(const aclTensor &tensor, const Shape &shape);  // the strides of `tensor` seen as `shape`
@@ -177,7 +179,7 @@ std::vector<bool> axes(const std::vector<int64_t> &dims, size_t rank);  // which
 aclTensor narrow(aclTensor view, size_t dim, int64_t start, int64_t length);
 aclTensor unsqueeze(aclTensor view, size_t dim);
 
-// ---- Device memory, inside a kernel ----------------------------------------------------------------------------------
+// ---- Device memory, inside a kernel ---------------------------------------------------------------------------------
 
 // The first element of a view; checks that the whole view lies in live memory. nullptr when it has no element.
 std::byte *resolve(const aclTensor &view);
@@ -279,7 +281,7 @@ class Space {
   bool empty_ = false;
 };
 
-// ---- Element by element ----------------------------------------------------------------------------------------------
+// ---- Element by element ---------------------------------------------------------------------------------------------
 
 // A block of an operator: n results from n elements of each input.
 template <typename C>

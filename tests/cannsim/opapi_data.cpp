@@ -4,18 +4,17 @@
 namespace opapi {
 namespace {
 
-// ---- Make and copy ---------------------------------------------------------------------------------------------------
+// ---- Make and copy --------------------------------------------------------------------------------------------------
 
 Kernel inplace_copy(Out self, In source) {
   const aclTensor &to = tensor(self, "selfRef"), &from = tensor(source, "src");
-  require(broadcast(to.shape, from.shape) == to.shape,
-          "src: shape " + text(from.shape) + " does not broadcast to " + text(to.shape));
+  require_fits(from, "src", to.shape);
   return copy(to, from);
 }
 
 Kernel cast(In self, aclDataType dtype, Out out) {
   const aclTensor &from = tensor(self, "self"), &to = tensor(out, "out");
-  require(to.dtype == dtype, "out: dtype " + name_of(to.dtype) + ", expected " + name_of(dtype));
+  require_dtype(to, "out", dtype);
   require_shape(to, "out", from.shape);
   return copy(to, from);
 }
@@ -30,7 +29,8 @@ Kernel fill(Out self, const aclScalar &number) {
 
 Kernel fill(Out self, In number) {
   const aclTensor &from = tensor(number, "value");
-  require(count(from.shape) == 1 && from.shape.size() <= 1, "value: shape " + text(from.shape) + ", expected one element");
+  require(count(from.shape) == 1 && from.shape.size() <= 1,
+          "value: shape " + text(from.shape) + ", expected one element");
   return copy(tensor(self, "selfRef"), from);
 }
 
@@ -63,7 +63,7 @@ Kernel arange(Num start, Num end, Num step, Out out) {
   });
 }
 
-// ---- Join and repeat -------------------------------------------------------------------------------------------------
+// ---- Join and repeat ------------------------------------------------------------------------------------------------
 
 const std::vector<const aclTensor *> &list_of(Tensors list) {
   if (list == nullptr) throw Refusal{kNullArgument, "tensors is null"};
@@ -116,7 +116,7 @@ Kernel repeat(In self, Ints repeats, Out out) {
   if (repeats == nullptr) throw Refusal{kNullArgument, "repeats is null"};
   const std::vector<int64_t> &times = repeats->values;
   require(times.size() >= x.shape.size(), "repeats: fewer than the dimensions of self");
-  require(y.dtype == x.dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(x.dtype));
+  require_dtype(y, "out", x.dtype);
   const size_t added = times.size() - x.shape.size();
   Shape expected, shape, from, to;
   for (size_t d = 0; d < times.size(); d++) expected.push_back(times[d] * (d < added ? 1 : x.shape[d - added]));
@@ -152,12 +152,13 @@ Kernel one_hot(In self, int64_t depth, In on_value, In off_value, int64_t dim, O
   return in_turn(std::move(classes));
 }
 
-// ---- Select ----------------------------------------------------------------------------------------------------------
+// ---- Select ---------------------------------------------------------------------------------------------------------
 
 // An index checked against the dimension that it selects from, counted from the end when negative.
 int64_t checked_index(int64_t index, int64_t size) {
   if (index < -size || index >= size)
-    throw DeviceFault{"index " + std::to_string(index) + " is out of bounds for a dimension of size " + std::to_string(size)};
+    throw DeviceFault{"index " + std::to_string(index) + " is out of bounds for a dimension of size " +
+                      std::to_string(size)};
   return index < 0 ? index + size : index;
 }
 
@@ -204,17 +205,14 @@ void select(const aclTensor &self, const Shape &self_strides, const std::vector<
   });
 }
 
-void require_same_dtype(const aclTensor &self, const aclTensor &out) {
-  require(out.dtype == self.dtype, "out: dtype " + name_of(out.dtype) + ", expected " + name_of(self.dtype));
-}
-
 Kernel gather(In self, int64_t dim, In index, Out out) {
   aclTensor x = tensor(self, "self"), at = tensor(index, "index", kIndex), y = tensor(out, "out");
-  require_same_dtype(x, y);
+  require_dtype(y, "out", x.dtype);
   require_shape(y, "out", at.shape);
   if (x.shape.empty()) x = unsqueeze(x, 0);
   if (at.shape.empty()) at = unsqueeze(at, 0), y = unsqueeze(y, 0);
-  require(at.shape.size() == x.shape.size(), "index: shape " + text(at.shape) + " has another rank than " + text(x.shape));
+  require(at.shape.size() == x.shape.size(),
+          "index: shape " + text(at.shape) + " has another rank than " + text(x.shape));
   const size_t d = axis(dim, x.shape.size());
   for (size_t k = 0; k < x.shape.size(); k++)
     require(k == d || at.shape[k] <= x.shape[k], "index: shape " + text(at.shape) + " exceeds " + text(x.shape));
@@ -230,7 +228,7 @@ Kernel gather(In self, int64_t dim, In index, Out out) {
 Kernel index_select(In self, int64_t dim, In index, Out out) {
   aclTensor x = tensor(self, "self"), y = tensor(out, "out");
   const aclTensor &at = tensor(index, "index", kIndex);
-  require_same_dtype(x, y);
+  require_dtype(y, "out", x.dtype);
   require(at.shape.size() <= 1, "index: shape " + text(at.shape) + ", expected one dimension");
   if (x.shape.empty()) x = unsqueeze(x, 0);
   if (y.shape.empty()) y = unsqueeze(y, 0);
@@ -251,7 +249,7 @@ Kernel index_select(In self, int64_t dim, In index, Out out) {
 // self[indices]: torch_npu hands over an index of shape [0] for each dimension that is taken whole.
 Kernel index(In self, Tensors indices, Out out) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out");
-  require_same_dtype(x, y);
+  require_dtype(y, "out", x.dtype);
   std::vector<aclTensor> chosen;
   std::vector<size_t> dims;
   Shape common;
@@ -297,8 +295,8 @@ Kernel index(In self, Tensors indices, Out out) {
 
 // This and the next fill the front of `out` and then report how much of it counts.
 Kernel masked_select(In self, In mask, Out out) {
-  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool | dtypes({ACL_UINT8})), &y = tensor(out, "out");
-  require_same_dtype(x, y);
+  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool), &y = tensor(out, "out");
+  require_dtype(y, "out", x.dtype);
   const Shape shape = broadcast(x.shape, m.shape);
   require_shape(y, "out", {count(shape)});
   return [=] {
@@ -345,7 +343,7 @@ Kernel nonzero(In self, Out out, bool transposed) {
   };
 }
 
-// ---- Draw ------------------------------------------------------------------------------------------------------------
+// ---- Draw -----------------------------------------------------------------------------------------------------------
 
 // A counter-based generator, as the device's Philox is: a draw depends on seed, offset and position alone. (The numbers
 // themselves are not those of the device.)
@@ -390,15 +388,14 @@ Kernel normal(double mean, double std, int64_t seed, int64_t offset, Out out) {
 
 aclTensor fitting(In argument, const char *name, const aclTensor &out) {
   const aclTensor &view = tensor(argument, name, kFloats | kDouble);
-  require(broadcast(view.shape, out.shape) == out.shape,
-          std::string(name) + ": shape " + text(view.shape) + " does not broadcast to " + text(out.shape));
+  require_fits(view, name, out.shape);
   return view;
 }
 
 Kernel normal(In mean, In std, int64_t seed, int64_t offset, Out out) {
   const aclTensor &y = tensor(out, "out", kFloats | kDouble);
   return draw<2>(y, {fitting(mean, "mean", y), fitting(std, "std", y)}, seed, offset,
-                 [](const Draws &draws, uint64_t position, double m, double s) { return m + s * draws.normal(position); });
+                 [](const Draws &draws, uint64_t at, double m, double s) { return m + s * draws.normal(at); });
 }
 
 Kernel normal(In mean, double std, int64_t seed, int64_t offset, Out out) {
@@ -436,27 +433,28 @@ Kernel bernoulli(Out self, In prob, int64_t seed, int64_t offset) {
 // weight of what was drawn becomes zero.
 Kernel multinomial(In self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Out out) {
   const aclTensor &p = tensor(self, "self", kFloats | kDouble), &result = tensor(out, "out", dtypes({ACL_INT64}));
-  require(p.shape.size() == 1 || p.shape.size() == 2, "self: shape " + text(p.shape) + ", expected one or two dimensions");
+  const bool row = p.shape.size() == 1;
+  require(row || p.shape.size() == 2, "self: shape " + text(p.shape) + ", expected one or two dimensions");
   require(samples > 0 && (replacement || samples <= p.shape.back()), "numsamples: " + std::to_string(samples));
   Shape expected = p.shape;
   expected.back() = samples;
   require_shape(result, "out", expected);
-  const aclTensor x = p.shape.size() == 1 ? unsqueeze(p, 0) : p, y = p.shape.size() == 1 ? unsqueeze(result, 0) : result;
+  const aclTensor x = row ? unsqueeze(p, 0) : p, y = row ? unsqueeze(result, 0) : result;
   return [=] {
     const Draws draws(seed, offset);
     const int64_t columns = x.shape[1];
     std::vector<double> weights(static_cast<size_t>(columns));
     const std::byte *from = resolve(x);
     std::byte *to = resolve(y);
-    for (int64_t row = 0; row < x.shape[0]; row++) {
-      const std::byte *start = from + row * x.strides[0] * static_cast<int64_t>(size_of(x.dtype));
+    for (int64_t r = 0; r < x.shape[0]; r++) {
+      const std::byte *start = from + r * x.strides[0] * static_cast<int64_t>(size_of(x.dtype));
       const double *loaded = loader<double>(x.dtype)(start, x.strides[1], columns, weights.data());
       if (loaded != weights.data()) std::copy(loaded, loaded + columns, weights.begin());
       for (int64_t s = 0; s < samples; s++) {
         double total = 0;
         for (double weight : weights) total += weight >= 0 ? weight : std::numeric_limits<double>::quiet_NaN();
         if (!(total > 0) || std::isinf(total)) throw DeviceFault{"weights are not a distribution"};
-        double rest = draws.uniform(static_cast<uint64_t>(row * samples + s)) * total;
+        double rest = draws.uniform(static_cast<uint64_t>(r * samples + s)) * total;
         int64_t chosen = -1;
         for (int64_t c = 0; c < columns && (chosen < 0 || rest >= 0); c++) {
           if (weights[static_cast<size_t>(c)] == 0) continue;
@@ -464,7 +462,7 @@ Kernel multinomial(In self, int64_t samples, bool replacement, int64_t seed, int
           rest -= weights[static_cast<size_t>(c)];
         }
         if (!replacement) weights[static_cast<size_t>(chosen)] = 0;
-        storer<int64_t>(y.dtype)(&chosen, 1, to + (row * y.strides[0] + s * y.strides[1]) * int64_t{8}, 1);
+        storer<int64_t>(y.dtype)(&chosen, 1, to + (r * y.strides[0] + s * y.strides[1]) * int64_t{8}, 1);
       }
     }
   };
@@ -472,7 +470,7 @@ Kernel multinomial(In self, int64_t samples, bool replacement, int64_t seed, int
 
 }  // namespace
 
-// ---- The operators ---------------------------------------------------------------------------------------------------
+// ---- The operators --------------------------------------------------------------------------------------------------
 
 ACLNN(aclnnInplaceCopy, (Out self, In source), inplace_copy(self, source))
 ACLNN(aclnnCast, (In self, aclDataType dtype, Out out), cast(self, dtype, out))
@@ -506,7 +504,8 @@ ACLNN(aclnnInplaceUniform, (Out self, double from, double to, uint64_t seed, uin
       uniform(self, from, to, int64_t(seed), int64_t(offset)))
 ACLNN(aclnnInplaceBernoulli, (Out self, Num prob, int64_t seed, int64_t offset),
       bernoulli(self, scalar(prob, "prob"), seed, offset))
-ACLNN(aclnnInplaceBernoulliTensor, (Out self, In prob, int64_t seed, int64_t offset), bernoulli(self, prob, seed, offset))
+ACLNN(aclnnInplaceBernoulliTensor, (Out self, In prob, int64_t seed, int64_t offset),
+      bernoulli(self, prob, seed, offset))
 ACLNN(aclnnMultinomial, (In self, int64_t samples, bool replacement, int64_t seed, int64_t offset, Out out),
       multinomial(self, samples, replacement, seed, offset, out))
 

@@ -6,7 +6,7 @@
 namespace opapi {
 namespace {
 
-// ---- Functions -------------------------------------------------------------------------------------------------------
+// ---- Functions ------------------------------------------------------------------------------------------------------
 
 // Integer overflow wraps, as in PyTorch.
 template <typename C, typename F>
@@ -76,7 +76,7 @@ constexpr auto power = [](auto base, auto exponent) {
 constexpr auto sigmoid = [](auto x) { return 1 / (1 + std::exp(-x)); };
 constexpr auto log_sigmoid = [](auto x) { return std::min(x, decltype(x){0}) - std::log1p(std::exp(-std::abs(x))); };
 
-// ---- Shapes of operators ---------------------------------------------------------------------------------------------
+// ---- Shapes of operators --------------------------------------------------------------------------------------------
 
 constexpr int64_t kFloor = 2, kTrunc = 1;  // the rounding modes of DivMod
 
@@ -85,7 +85,7 @@ template <typename F>
 Kernel unary(In self, Out out, Dtypes allowed, F f) {
   const aclTensor &x = tensor(self, "self", allowed), &y = tensor(out, "out");
   require_shape(y, "out", x.shape);
-  require(y.dtype == x.dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(x.dtype));
+  require_dtype(y, "out", x.dtype);
   return by_kind(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
 }
 
@@ -130,7 +130,7 @@ template <Result result = Result::kPromoted, typename F>
 Kernel with_scalar(In self, Num other, Out out, Dtypes allowed, F f) {
   const aclTensor &a = tensor(self, "self", allowed), &y = tensor(out, "out");
   const aclScalar &b = scalar(other, "other");
-  require(in(b.dtype, allowed | kDouble | dtypes({ACL_INT64})), "other: dtype " + name_of(b.dtype) + " is not supported");
+  require(in(promote(a, b), allowed), "other: dtype " + name_of(b.dtype) + " beside " + name_of(a.dtype));
   require_shape(y, "out", a.shape);
   return by_kind(result_type(result, promote(a, b), y), [&](auto c) {
     return map<decltype(c), 1>(y, {a}, [f, b = value<decltype(c)>(b)](auto x) { return f(x, b); });
@@ -271,8 +271,8 @@ Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, i
   aclTensor w = x, p = x;  // stand-ins, not read, where there is no weight
   if (weight) w = tensor(weight, "weight", kFloats);
   if (pos_weight) p = tensor(pos_weight, "posWeight", kFloats);
-  require(broadcast(w.shape, x.shape) == x.shape, "weight: shape " + text(w.shape) + " does not fit self");
-  require(broadcast(p.shape, x.shape) == x.shape, "posWeight: shape " + text(p.shape) + " does not fit self");
+  require_fits(w, "weight", x.shape);
+  require_fits(p, "posWeight", x.shape);
   return map<float, 4>(y, {x, t, w, p}, [weighted = weight != nullptr, positive = pos_weight != nullptr](
                                             float logit, float label, float factor, float of_positives) {
     const float log_weight = positive ? (of_positives - 1) * label + 1 : 1;
@@ -294,7 +294,7 @@ Kernel where(In condition, In self, In other, Out out) {
                   &b = tensor(other, "other"), &y = tensor(out, "out");
   require_shape(y, "out", broadcast(c.shape, broadcast(a.shape, b.shape)));
   const aclDataType dtype = promote(a.dtype, b.dtype);
-  require(y.dtype == dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(dtype));
+  require_dtype(y, "out", dtype);
   return by_kind(dtype, [&](auto k) {
     return map<decltype(k), 3>(y, {c, a, b}, [](auto chosen, auto x, auto z) { return chosen != 0 ? x : z; });
   });
@@ -302,7 +302,7 @@ Kernel where(In condition, In self, In other, Out out) {
 
 Kernel masked_fill(Out self, In mask, const aclScalar &number) {
   const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool);
-  require(broadcast(x.shape, m.shape) == x.shape, "mask: shape " + text(m.shape) + " does not fit " + text(x.shape));
+  require_fits(m, "mask", x.shape);
   require(is_floating(x.dtype) || !is_floating(number.dtype), "value: dtype " + name_of(number.dtype));
   return by_kind(x.dtype, [&](auto c) {
     using C = decltype(c);
@@ -312,7 +312,7 @@ Kernel masked_fill(Out self, In mask, const aclScalar &number) {
 
 Kernel masked_fill(Out self, In mask, In number) {
   const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool), &v = tensor(number, "value");
-  require(broadcast(x.shape, m.shape) == x.shape, "mask: shape " + text(m.shape) + " does not fit " + text(x.shape));
+  require_fits(m, "mask", x.shape);
   require(v.shape.empty() || v.shape == Shape{1}, "value: shape " + text(v.shape) + ", expected one element");
   return by_kind(x.dtype, [&](auto c) {
     return map<decltype(c), 3>(x, {x, m, v}, [](auto old, auto chosen, auto n) { return chosen != 0 ? n : old; });
@@ -321,7 +321,7 @@ Kernel masked_fill(Out self, In mask, In number) {
 
 }  // namespace
 
-// ---- The operators ---------------------------------------------------------------------------------------------------
+// ---- The operators --------------------------------------------------------------------------------------------------
 
 // aclnnX(self, out) and aclnnInplaceX(self)
 #define UNARY(NAME, ALLOWED, ...)                                                  \

@@ -126,7 +126,7 @@ Kernel addmm(In self, In mat1, In mat2, Num beta, Num alpha, Out out) {
                   &y = matrix(out, "out");
   require_operands(a, b, y);
   require_shape(y, "out", {a.shape[0], b.shape[1]});
-  require(broadcast(c.shape, y.shape) == y.shape, "self: shape " + text(c.shape) + " does not fit " + text(y.shape));
+  require_fits(c, "self", y.shape);
   const Addend addend{c, value<float>(scalar(beta, "beta")), value<float>(scalar(alpha, "alpha"))};
   return [=] { multiply(a, b, y, &addend); };
 }
@@ -175,9 +175,12 @@ Kernel matmul(In self, In mat2, Out out, const char *second = "mat2") {
 }
 
 Kernel ranked_matmul(In self, In mat2, Out out, size_t rank1, size_t rank2, const char *second) {
-  require(tensor(self, "self", kFloats).shape.size() == rank1, "self: expected " + std::to_string(rank1) + " dimensions");
-  require(tensor(mat2, second, kFloats).shape.size() == rank2,
-          std::string(second) + ": expected " + std::to_string(rank2) + " dimensions");
+  const auto require_rank = [](In argument, const char *name, size_t rank) {
+    require(tensor(argument, name, kFloats).shape.size() == rank,
+            std::string(name) + ": shape " + text(argument->shape) + ", expected rank " + std::to_string(rank));
+  };
+  require_rank(self, "self", rank1);
+  require_rank(mat2, second, rank2);
   return matmul(self, mat2, out, second);
 }
 

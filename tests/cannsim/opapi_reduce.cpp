@@ -1,11 +1,11 @@
-// Operators along dimensions: sums, extremes, predicates, softmax. Each is a function of one row at a time, the row being
-// the elements that the reduced dimensions span, gathered into consecutive values.
+// Operators along dimensions: sums, extremes, predicates, softmax. Each is a function of one row at a time, the row
+// being the elements that the reduced dimensions span, gathered into consecutive values.
 #include "opapi.h"
 
 namespace opapi {
 namespace {
 
-// ---- Rows ------------------------------------------------------------------------------------------------------------
+// ---- Rows -----------------------------------------------------------------------------------------------------------
 
 // The part of a view's dimensions (or strides) that is reduced, or that is not.
 Shape pick(const Shape &values, const std::vector<bool> &reduced, bool wanted) {
@@ -104,7 +104,7 @@ Kernel transform_rows(const aclTensor &self, size_t dim, const aclTensor &out, F
   };
 }
 
-// ---- Functions of a row ----------------------------------------------------------------------------------------------
+// ---- Functions of a row ---------------------------------------------------------------------------------------------
 
 // Floating sums accumulate in double.
 template <typename C>
@@ -170,7 +170,7 @@ void log_softmax_of(const C *row, int64_t n, C *results) {
   for (int64_t i = 0; i < n; i++) results[i] = static_cast<C>(row[i] - largest - std::log(sum));
 }
 
-// ---- Shapes of operators ---------------------------------------------------------------------------------------------
+// ---- Shapes of operators --------------------------------------------------------------------------------------------
 
 const std::vector<int64_t> &dims_of(Ints dims) {
   if (dims == nullptr) throw Refusal{kNullArgument, "dim is null"};
@@ -194,14 +194,14 @@ Kernel reduce(const aclTensor &self, const std::vector<int64_t> &dims, bool keep
 // `dtype` is the one that the caller asked for: the operator converts to it first, and `out` must have it.
 Kernel sum(In self, const std::vector<int64_t> &dims, bool keepdim, aclDataType dtype, Out out) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out");
-  require(y.dtype == dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(dtype));
+  require_dtype(y, "out", dtype);
   require_cast(x.dtype, y);
   return reduce(x, dims, keepdim, y, dtype, [](const auto *row, int64_t n) { return sum_of(row, n); });
 }
 
 Kernel mean(In self, const std::vector<int64_t> &dims, bool keepdim, aclDataType dtype, Out out) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kFloats | kDouble);
-  require(y.dtype == dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(dtype));
+  require_dtype(y, "out", dtype);
   return reduce(x, dims, keepdim, y, dtype, [](const auto *row, int64_t n) {
     return static_cast<double>(sum_of(row, n)) / static_cast<double>(n);
   });
@@ -209,7 +209,7 @@ Kernel mean(In self, const std::vector<int64_t> &dims, bool keepdim, aclDataType
 
 Kernel product(In self, const std::vector<int64_t> &dims, bool keepdim, aclDataType dtype, Out out) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out");
-  require(y.dtype == dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(dtype));
+  require_dtype(y, "out", dtype);
   return reduce(x, dims, keepdim, y, dtype, [](const auto *row, int64_t n) {
     Wide<std::decay_t<decltype(*row)>> result = 1;
     for (int64_t i = 0; i < n; i++) result *= row[i];
@@ -220,7 +220,7 @@ Kernel product(In self, const std::vector<int64_t> &dims, bool keepdim, aclDataT
 template <typename F>
 Kernel extreme(In self, const std::vector<int64_t> &dims, bool keepdim, Out out, F better) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out");
-  require(y.dtype == x.dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(x.dtype));
+  require_dtype(y, "out", x.dtype);
   return reduce(x, dims, keepdim, y, x.dtype,
                 [better](const auto *row, int64_t n) { return row[best_of(row, n, better)]; }, true);
 }
@@ -258,7 +258,7 @@ Kernel any(In self, Ints dims, bool keepdim, Out out) {
 template <typename F>
 Kernel spread(In self, Ints dims, bool keepdim, Out out, F f) {
   const aclTensor &x = tensor(self, "self", kFloats | kDouble), &y = tensor(out, "out", kFloats | kDouble);
-  require(y.dtype == x.dtype, "out: dtype " + name_of(y.dtype) + ", expected " + name_of(x.dtype));
+  require_dtype(y, "out", x.dtype);
   return reduce(x, dims_of(dims), keepdim, y, x.dtype, f);
 }
 
@@ -287,7 +287,7 @@ Kernel softmax(In self, int64_t dim, Out out, F f) {
 }
 
 Kernel cumsum(In self, int64_t dim, aclDataType dtype, Out out) {
-  require(tensor(out, "out").dtype == dtype, "out: dtype " + name_of(out->dtype) + ", expected " + name_of(dtype));
+  require_dtype(tensor(out, "out"), "out", dtype);
   require_cast(tensor(self, "self").dtype, *out);
   return along(self, dim, out, kAll, [](const auto *row, int64_t n, auto *results) {
     Wide<std::decay_t<decltype(*row)>> sum = 0;
@@ -316,7 +316,7 @@ Kernel equal(In self, In other, Out out) {
 
 }  // namespace
 
-// ---- The operators ---------------------------------------------------------------------------------------------------
+// ---- The operators --------------------------------------------------------------------------------------------------
 
 ACLNN(aclnnReduceSum, (In self, Ints dims, bool keepdim, aclDataType dtype, Out out),
       sum(self, dims_of(dims), keepdim, dtype, out))
