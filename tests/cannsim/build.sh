@@ -118,14 +118,14 @@ nm --defined-only "${objects_runtime[@]}" | awk 'NF == 3 {print $3}' | sort -u >
 link() {  # NAME OBJECT...
   local name=$1
   shift
-  "$cxx" -shared -pthread -Wl,-soname,"$name" -Wl,-rpath,'$ORIGIN' -Wl,--no-undefined -o "$work/$name" "$@"
+  "$cxx" -shared -pthread -Wl,-soname,"$name" -Wl,-rpath,"\$ORIGIN" -Wl,--no-undefined -o "$work/$name" "$@"
 }
 link libascendcl.so "${objects_runtime[@]}" "$work/stubs.o"
-needs=(-Wl,--no-as-needed "$work/libascendcl.so")
-link libopapi.so "${objects_operators[@]+"${objects_operators[@]}"}" "${needs[@]}"
+runtime=("-Wl,--no-as-needed" "$work/libascendcl.so")
+link libopapi.so "${objects_operators[@]+"${objects_operators[@]}"}" "${runtime[@]}"
 names=(libascendcl.so libopapi.so)
 for name in libhccl libacl_op_compiler libge_runner libgraph libacl_tdt_channel; do
-  link "$name.so" "${needs[@]}"
+  link "$name.so" "${runtime[@]}"
   names+=("$name.so")
 done
 
