@@ -100,7 +100,7 @@ CHUNK_BYTES = 1 << 20  # of float32 observations in one pass over a file, and
 CHUNK_ROWS = 16384  # no more rows than these
 SHOWN_ROWS = 16  # of a file, in the log and the result
 PROGRESS_S = 5.0
-NPU_SMI_TIMEOUT_S = 20.0
+NPU_SMI_TIMEOUT_S = 10.0
 NPU_SMI_MAX_BYTES = 1 << 20
 NPU_SMI_MAX_PROCESSES = 8  # npu-smi lists no more for one chip
 
@@ -673,7 +673,6 @@ class Guard:
     def __init__(self, evidence: Evidence, timeout_s: float) -> None:
         self.evidence = evidence
         self.timeout_s = timeout_s
-        self.children: set[subprocess.Popen[bytes]] = set()
         self.timer = ExitTimer(DeviceTimeout.code)
         self.signals = [s for s in GUARDED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
         read_end, write_end = os.pipe()
@@ -707,9 +706,6 @@ class Guard:
                 self.end(DeviceTimeout(*device_timeout(self.evidence.stage)))
 
     def end(self, failure: Failure) -> None:
-        for child in list(self.children):
-            with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)
         with self.evidence.mutex:  # held to the end: the main thread adds nothing to what is sealed
             leave(self.evidence, self, self.evidence.conclude(failure))
 
@@ -764,13 +760,26 @@ class ExitTimer:
 
 def leave(evidence: Evidence, guard: Guard | None, exit_code: int) -> None:
     """End the process here. torch_npu's exit hooks would turn a failed teardown into exit 0, or crash on the way."""
-    evidence.unlock()
     if guard:
         guard.leave()
+    for pid in descendants(os.getpid()):  # CANN's operator compiler keeps a pool of processes
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    evidence.unlock()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that this one and its children have started and that are still its own."""
+    found = []
+    with contextlib.suppress(OSError):  # gone meanwhile, or a kernel without these files
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1271,7 +1280,7 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
         result["npu_available"] = torch.npu.is_available()
         if not result["npu_available"]:
             raise NpuUnavailable("torch.npu.is_available() is False: no device", no_device_hint(
-                result["visible_devices"], npu_smi(["info"], evidence, guard).text))
+                result["visible_devices"], npu_smi(["info"], evidence).text))
         torch.npu.set_device(0)
         torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
         torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
@@ -1296,7 +1305,7 @@ def npu(evidence: Evidence, guard: Guard) -> Any:
                   determinism=DETERMINISM)
     result["versions"]["cann"] = cann_version(torch_npu)
     result["versions"]["driver"] = driver_version()
-    result["versions"]["npu_smi"] = version_of(npu_smi(["-v"], evidence, guard))
+    result["versions"]["npu_smi"] = version_of(npu_smi(["-v"], evidence))
     evidence.log("npu")
     return torch
 
@@ -1620,7 +1629,7 @@ def ready(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
     result.update(ready_at=evidence.now(), hold_seconds=args.hold_seconds)
     evidence.write("npu_ready.marker", marker_text(result).encode())
     evidence.log("marker")
-    result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence, guard))
+    result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence))
     result["versions"]["driver"] = result["npu_smi"].pop("driver") or result["versions"]["driver"]
     evidence.log("npu_smi")
     evidence.countdown(ready_at + args.hold_seconds)
@@ -1699,13 +1708,13 @@ def find_beyond_cap(pid: int, processes: list[Process],
     return None, None
 
 
-def npu_smi(arguments: list[str], evidence: Evidence, guard: Guard) -> Answer:
+def npu_smi(arguments: list[str], evidence: Evidence) -> Answer:
     """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
     program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
     output, wrong = b"", "missing: it is not on PATH"
     if program is not None:
         try:
-            output, wrong = bounded_output([program, *arguments], guard)
+            output, wrong = bounded_output([program, *arguments])
         except OSError as error:
             wrong = str(error.strerror)
     heading = (f"# npu-smi {' '.join(arguments)} at={evidence.now()} bytes={len(output)} "
@@ -1740,7 +1749,7 @@ def recorded_answers(log: bytes) -> Iterator[tuple[str, str, Answer]]:
         log = rest[size + 1:]
 
 
-def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
+def bounded_output(command: list[str]) -> tuple[bytes, str]:
     """What a command printed, and "" or what was wrong with how it ended."""
     read_end, write_end = os.pipe()
     with open(read_end, "rb", buffering=0) as pipe:
@@ -1749,7 +1758,6 @@ def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
                                      start_new_session=True)
         finally:
             os.close(write_end)
-        guard.children.add(child)
         deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
         output, wrong = b"", ""
         while not wrong:
@@ -1769,7 +1777,6 @@ def bounded_output(command: list[str], guard: Guard) -> tuple[bytes, str]:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         wrong = wrong or "closed its output but did not end"
-    guard.children.discard(child)
     if not wrong and child.returncode:
         wrong = f"exit code {child.returncode}"
     return output[:NPU_SMI_MAX_BYTES], wrong
