@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -88,6 +89,11 @@ class Process:
     def running(self) -> bool:
         return self._ended_within(0) is None
 
+    @property
+    def ended(self) -> bool:
+        """Whether its end has been seen: by running, wait or kill."""
+        return self._code is not None
+
     def signal(self, number: int) -> None:
         if not self.running():
             raise AssertionError(f"the process has ended with {self._code} before signal {number}\n{self._output()}")
@@ -149,7 +155,8 @@ class Cli:
         self.simulator = simulator
         self.project = project_copy(directory)
         self._server: _Server | None = None
-        self._processes: list[Process] = []
+        self._processes: list[Process] = []  # that have not ended yet
+        self._lock = threading.Lock()  # calls may come from several threads
 
     def __call__(self, *args: object, timeout: float = 120, **options: Any) -> Result:
         return self.start(*args, **options).wait(timeout)
@@ -186,12 +193,14 @@ class Cli:
             else:
                 if python_args or environment.get("LD_LIBRARY_PATH") != str(self.simulator):
                     raise ValueError("the forked process has read these long ago: use cold()")
-                if self._server is None:
-                    self._server = _Server(self.environment())
+                with self._lock:
+                    if self._server is None:
+                        self._server = _Server(self.environment())
                 case = {"args": arguments, "env": environment, "cwd": str(cwd), "script": name, "rlimits": limits}
                 pid, poll = self._server.fork(case, files)
         process = Process(pid, poll, output, errors)
-        self._processes.append(process)
+        with self._lock:
+            self._processes = [*(other for other in self._processes if not other.ended), process]
         return process
 
     def environment(self, changes: Environment | None = None) -> dict[str, str]:
