@@ -355,8 +355,8 @@ def final_line(result: Result) -> str:
 
 
 def log_text(line: str) -> str:
-    """A line as it stands in the log: one line, whatever a library's message or an argument holds."""
-    return " ".join(line.splitlines()).encode("utf-8", "backslashreplace").decode()
+    """A line as it stands in the log: one, and harmless on a terminal, whatever a file or a library put into it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(line.split("\n")))
 
 
 def shape_of(value: Any) -> list[int]:
@@ -371,15 +371,17 @@ class Evidence:
         self.lock_path = self.dir / ".npu_inference.lock"
         self.lock_fd = -1
         self.log_fd = -1
-        self.stdout_open = True
+        self.pen_fd = os.memfd_create("pen")
+        self.pen_depth = 0
+        self.npu_smi_pid = 0
+        self.unread: set[int] = set()  # stdout or stderr, once nobody reads it
         self.terminal = os.isatty(1)
         self.colour = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.stderr_fd = os.dup(2)
         self.captured_stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115 (open to the end)
-        self.watcher = -1  # a pipe to the process that speaks for this one when it is stuck (see Guard)
+        self.news_fd = -1  # a pipe to the watcher
         self.concluded = False
         self.stage = "start"
-        self.mutex = threading.RLock()  # the main thread and the guard both write
         self.deadline = math.inf  # time.monotonic() of the moment when the run counts as hung
         self.started = time.monotonic()
         self.started_at = datetime.now(timezone.utc)
@@ -395,6 +397,18 @@ class Evidence:
     def now(self) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
         return (self.started_at + timedelta(seconds=time.monotonic() - self.started)).isoformat(timespec="microseconds")
+
+    @contextlib.contextmanager
+    def pen(self) -> Iterator[None]:
+        """Only its holder writes evidence: this process, or the watcher. Who concludes the run never lays it down."""
+        fcntl.flock(self.pen_fd, fcntl.LOCK_EX)
+        self.pen_depth += 1
+        try:
+            yield
+        finally:
+            self.pen_depth -= 1
+            if not self.pen_depth and not self.concluded:
+                fcntl.flock(self.pen_fd, fcntl.LOCK_UN)
 
     def enter(self, stage: str | None) -> None:
         """Note how long the stage took that ends here, and begin the next."""
@@ -439,11 +453,10 @@ class Evidence:
             os.close(lock_fd)
 
     def unlock(self) -> None:
-        with self.mutex, contextlib.suppress(OSError):
-            if self.lock_fd >= 0:
+        if self.lock_fd >= 0:
+            with contextlib.suppress(OSError):
                 self.lock_path.unlink()
-                os.close(self.lock_fd)
-                self.lock_fd = -1
+            os.close(self.lock_fd)
 
     def shown(self, path: str | Path, typed: str | None = None) -> str:
         """A path as evidence may show it: inside the project relative to it, any other as the user typed it."""
@@ -464,15 +477,18 @@ class Evidence:
         self.tell_watcher()
 
     def tell_watcher(self) -> None:
-        if self.watcher >= 0:
-            news = {"stage": self.stage, "deadline": self.deadline, "result": self.result}
-            with contextlib.suppress(OSError):
-                os.write(self.watcher, json.dumps(news).encode() + b"\n")
+        """Hand the watcher what it needs to conclude this run (see Watcher)."""
+        if self.news_fd >= 0:
+            names = ("stage", "stage_started", "deadline", "npu_smi_pid", "result")
+            news = json.dumps({name: getattr(self, name) for name in names}).encode() + b"\n"
+            with contextlib.suppress(BrokenPipeError):  # a watcher that was killed
+                while news:
+                    news = news[os.write(self.news_fd, news):]
 
     def say(self, line: str, echo: bool = True) -> None:
         """One line for the log, and for stdout."""
         data = (log_text(line) + "\n").encode()
-        with self.mutex:
+        with self.pen():
             try:
                 written = os.write(self.log_fd, data)
             except OSError as error:
@@ -494,18 +510,21 @@ class Evidence:
             data = re.sub(rb"^(\[[\w-]+\])", rb"\033[36m\1\033[0m", data)
             data = re.sub(rb"=(True\b|0 (?=result_json))", rb"=\033[32m\1\033[0m", data)
             data = re.sub(rb"=(False\b|\d+ (?=result_json))", rb"=\033[1;31m\1\033[0m", data)
-        # stdout is a courtesy copy of the log. A reader that went away (| head -1) or stopped reading must neither end
-        # nor stall the run: select says when a pipe takes another 4096 bytes without blocking.
-        while self.stdout_open and data:
-            try:
-                self.stdout_open = bool(select.select([], [1], [], 5.0)[1])
-                data = data[os.write(1, data[:4096]):] if self.stdout_open else data
-            except OSError:
-                self.stdout_open = False
+        self.pour(1, data)
+
+    def pour(self, fd: int, data: bytes) -> None:
+        # Both streams are a courtesy beside the log: a reader that went away (| head -1) or stopped reading must not
+        # end or stall the run. select says when a pipe takes another 4096 bytes without blocking.
+        try:
+            while data and fd not in self.unread and select.select([], [fd], [], 5.0)[1]:
+                data = data[os.write(fd, data[:4096]):]
+        except OSError:
+            pass
+        if data:
+            self.unread.add(fd)
 
     def complain(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self.stderr_fd, (" ".join(line.split()) + "\n").encode("utf-8", "backslashreplace"))
+        self.pour(self.stderr_fd, (log_text(line) + "\n").encode())
 
     def capture_stderr(self) -> None:
         """From here on, stderr is kept (see no_cpu_fallback) until it is released."""
@@ -513,30 +532,28 @@ class Evidence:
 
     def release_stderr(self) -> bytes:
         """Print what was kept, once, and return it."""
-        with self.mutex:
-            if sys.stderr:
-                with contextlib.suppress(OSError, ValueError):
-                    sys.stderr.flush()
-            os.dup2(self.stderr_fd, 2)
-            self.captured_stderr.seek(0)
-            text: bytes = self.captured_stderr.read()
-            self.captured_stderr.seek(0)
-            self.captured_stderr.truncate()
-            with contextlib.suppress(OSError):
-                os.write(2, text)
-            return text
+        if sys.stderr:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+        os.dup2(self.stderr_fd, 2)
+        self.captured_stderr.seek(0)
+        text: bytes = self.captured_stderr.read()
+        self.captured_stderr.seek(0)
+        self.captured_stderr.truncate()
+        self.pour(self.stderr_fd, text)
+        return text
 
     def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
         """Write a file of the run atomically and durably."""
         try:
-            with self.mutex:
+            with self.pen():
                 replace_file(self.dir / name, data)
         except OSError as error:
             raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
 
     def append(self, name: str, data: bytes) -> None:
         try:
-            with self.mutex, open(self.dir / name, "ab") as file:
+            with self.pen(), open(self.dir / name, "ab") as file:
                 file.write(data)
         except OSError as error:
             raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
@@ -544,7 +561,7 @@ class Evidence:
     def update_sums(self, lines: list[str]) -> None:
         """Replace the logs/ lines of the project's SHA256SUMS, and no other, when the run writes to its own logs/."""
         sums = PROJECT / "SHA256SUMS"
-        if not sums.exists() or self.dir.resolve() != PROJECT / "logs":
+        if not sums.exists() or self.dir.resolve() != (PROJECT / "logs").resolve():
             return
         others = [line for line in sums.read_bytes().splitlines() if not line[66:].startswith(b"logs/")]
         replace_file(sums, b"".join(line + b"\n" for line in [*others, *(line.encode() for line in lines)]))
@@ -566,9 +583,7 @@ class Evidence:
 
     def commit(self) -> None:
         """End a run that succeeded."""
-        with self.mutex:
-            if time.monotonic() > self.deadline:
-                raise DeviceTimeout(*device_timeout(self.stage))
+        with self.pen():
             end_of_log = os.fstat(self.log_fd).st_size
             self.result["exit_code"] = 0
             try:
@@ -578,17 +593,15 @@ class Evidence:
                 os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
                 raise
             self.concluded = True
-            self.echo(final_line(self.result).encode() + b"\n")
+            self.echo((log_text(final_line(self.result)) + "\n").encode())
 
     def conclude(self, failure: Exception) -> int:
         """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
-        with self.mutex:
-            if self.concluded:  # the guard came too late: the run has its outcome
-                return self.result["exit_code"] or 0
+        with self.pen():
             self.concluded = True
             code = failure.code if isinstance(failure, Failure) else 1
             hint = failure.hint if isinstance(failure, Failure) else "this is a bug: please report it"
-            message = without_paths(str(failure)) or type(failure).__name__
+            message = log_text(without_paths(str(failure)))[:500] or type(failure).__name__
             self.result["exit_code"] = code
             self.result["error"] = {"stage": self.stage, "type": type(failure).__name__, "message": message,
                                     "hint": hint}
@@ -649,127 +662,151 @@ def without_paths(text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The guard: signals and the deadline, served even while the main thread is inside a device call that never returns
+# The watcher: ends a run on a signal and at the deadline, even inside a device call that never returns
 # ---------------------------------------------------------------------------------------------------------------------
 
-GUARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-GRACE_S = 1.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def device_timeout(stage: str) -> tuple[str, str]:
-    return (f"the device did not answer in time during {stage}",
-            "look at npu-smi info and dmesg; a longer --timeout-seconds helps when operators are compiled first")
+def device_timeout(stage: str) -> DeviceTimeout:
+    return DeviceTimeout(f"the device did not answer in time during {stage}",
+                         "look at npu-smi info and dmesg; a longer --timeout-seconds helps when operators are compiled")
 
 
-class Guard:
-    """Ends the run on a signal, and at the deadline.
+class Watcher:
+    """A second process that ends this one: on a signal, and when a device call does not return in time.
 
-    Three lines, since a call into CANN may never return, and some calls of torch_npu (set_device) keep the GIL:
-    a thread that waits for signals and the deadline; GRACE_S later, when the GIL kept that thread from running, a
-    forked child that writes the evidence of the failure; and a timer of the C library that then ends this process
-    with the exit code that the evidence states. Python's own signal handlers would wait for the main thread.
+    It must be another process, since some calls of torch_npu (set_device) keep the GIL while CANN hangs, and then no
+    Python runs here. What this process learns it tells the watcher as it goes; the watcher writes the evidence of the
+    failure, and makes this process exit with the code that stands in it. Whoever holds the pen decides, so that a run
+    has one outcome.
     """
 
     def __init__(self, evidence: Evidence, timeout_s: float) -> None:
-        self.evidence = evidence
-        self.timeout_s = timeout_s
-        self.timer = ExitTimer(DeviceTimeout.code)
-        self.signals = [s for s in GUARDED_SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
-        read_end, write_end = os.pipe()
-        if os.fork() == 0:
-            os.close(write_end)
-            self.watch_from_outside(read_end)
-        os.close(read_end)
-        evidence.watcher = write_end
-        threading.Thread(target=self.watch_from_inside, name="guard", daemon=True).start()
+        self.evidence, self.timeout_s = evidence, timeout_s
+        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
+        news, news_fd = os.pipe()
+        caught, wakeup = os.pipe()
+        exits = {code: os.pipe() for code in (DeviceTimeout.code, *(128 + signum for signum in signals))}
+        try:
+            watcher = os.fork()
+        except OSError as error:
+            raise EvidenceUnwritable(f"no process can be started: {error.strerror}",
+                                     "end some, or raise the limit") from error
+        if watcher == 0:
+            for fd in (news_fd, wakeup, evidence.lock_fd):  # the lock is the parent's alone
+                os.close(fd)
+            # flock tells holders apart by how they opened the file, and a fork shares that
+            evidence.pen_fd = os.open(f"/proc/self/fd/{evidence.pen_fd}", os.O_RDWR)
+            self.watch(news, caught, {code: write_end for code, (_, write_end) in exits.items()})
+        os.close(news)
+        os.close(caught)
+        evidence.news_fd = news_fd
+        self.exits = [ExitOnByte(read_end, code) for code, (read_end, _) in exits.items()]
+        # The handler that CPython has in C writes the number of a signal into the pipe, without the GIL. It runs in a
+        # thread of its own, so that no call of CANN is interrupted.
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        for signum in signals:
+            signal.signal(signum, lambda *_: None)
+        threading.Thread(target=self.receive, args=(signals,), name="signals", daemon=True).start()
+
+    def receive(self, signals: list[signal.Signals]) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        threading.Event().wait()
 
     def enter(self, stage: str, at_least_s: float = 0.0) -> None:
         """Name the stage (or its next step) and give the device the full time again."""
-        deadline = time.monotonic() + max(self.timeout_s, at_least_s)
         if stage != self.evidence.stage:
             self.evidence.enter(stage)
-        self.evidence.deadline = deadline
-        self.evidence.tell_watcher()
-        self.timer.set(deadline + 2 * GRACE_S)
-
-    def leave(self) -> None:
-        """Tell the forked child that this process ends of its own will."""
-        self.evidence.stage, self.evidence.deadline = "end", math.inf
+        self.evidence.deadline = time.monotonic() + max(self.timeout_s, at_least_s)
         self.evidence.tell_watcher()
 
-    def watch_from_inside(self) -> None:
-        while True:
-            caught = signal.sigtimedwait(self.signals, 0.1)
-            if caught:
-                self.end(Interrupted(caught.si_signo))
-            if time.monotonic() > self.evidence.deadline:
-                self.end(DeviceTimeout(*device_timeout(self.evidence.stage)))
+    def watch(self, news: int, caught: int, exits: dict[int, int]) -> None:
+        """What the second process does. Never returns."""
+        parent, evidence, pending = os.getppid(), self.evidence, b""
 
-    def end(self, failure: Failure) -> None:
-        with self.evidence.mutex:  # held to the end: the main thread adds nothing to what is sealed
-            leave(self.evidence, self, self.evidence.conclude(failure))
-
-    def watch_from_outside(self, read_end: int) -> None:
-        """The forked child: ends with its parent, or speaks for it when it is stuck or crashed. Never returns."""
-        evidence, pending = self.evidence, b""
-        os.close(evidence.lock_fd)  # the lock is the parent's alone
-        while True:
-            wait = None if math.isinf(evidence.deadline) else max(0.0, evidence.deadline + GRACE_S - time.monotonic())
-            if not select.select([read_end], [], [], wait)[0]:
-                evidence.conclude(DeviceTimeout(*device_timeout(evidence.stage)))
-                os._exit(0)
-            news = os.read(read_end, 65536)
-            if not news and evidence.stage != "end":
-                evidence.release_stderr()
-                evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library "
-                                  "crashed; no result was written; the CANN logs (plog) may tell more")
-            if not news:
-                os._exit(0)
-            *lines, pending = (pending + news).split(b"\n")
+        def listen() -> bool:
+            """Take in what the parent tells; False when it has ended."""
+            nonlocal pending
+            piece = os.read(news, 1 << 20)
+            *lines, pending = (pending + piece).split(b"\n")
             for line in lines:
                 vars(evidence).update(json.loads(line))
+            return bool(piece)
+
+        failure: Failure | None = None
+        while failure is None:
+            left = None if math.isinf(evidence.deadline) else max(0.0, evidence.deadline - time.monotonic())
+            ready = select.select([news, caught], [], [], left)[0]
+            if news in ready and not listen():
+                break
+            if caught in ready:
+                failure = Interrupted(os.read(caught, 1)[0])
+            elif not ready:
+                failure = device_timeout(evidence.stage)
+        if failure:
+            with evidence.pen():  # waits for a parent that is concluding the run itself, until it has ended
+                while select.select([news], [], [], 0)[0] and listen():
+                    pass
+                if evidence.stage != "end" and os.getppid() == parent:
+                    code = evidence.conclude(failure)
+                    evidence.stage = "end"
+                    end_processes(descendants(parent))
+                    os.write(exits[code], b"!")
+            while listen():
+                pass
+        if evidence.stage != "end":
+            evidence.release_stderr()
+            evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library crashed; "
+                              "no result was written; the CANN logs (plog) may tell more")
+            end_processes([evidence.npu_smi_pid])
+        with contextlib.suppress(Failure, OSError):  # another run may have begun
+            evidence.lock()
+            evidence.unlock()
+        os._exit(0)
 
 
-class ExitTimer:
-    """Ends the process with a given exit code at a given time, without the GIL: a POSIX timer that calls _exit."""
+class ExitOnByte:
+    """_exit(code) when a byte arrives in a pipe, without the GIL: the C library reads (aio) and calls it."""
 
-    class Event(ctypes.Structure):  # struct sigevent of glibc: 64 bytes
+    class Event(ctypes.Structure):  # struct sigevent of glibc, 64 bytes
         _fields_ = (("value", ctypes.c_long), ("signo", ctypes.c_int), ("notify", ctypes.c_int),
                     ("function", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("padding", ctypes.c_char * 32))
 
-    class Times(ctypes.Structure):  # struct itimerspec
-        _fields_ = (("interval_s", ctypes.c_long), ("interval_ns", ctypes.c_long), ("s", ctypes.c_long),
-                    ("ns", ctypes.c_long))
+    def __init__(self, read_end: int, code: int) -> None:
+        class Request(ctypes.Structure):  # struct aiocb of glibc
+            _fields_ = (("fd", ctypes.c_int), ("opcode", ctypes.c_int), ("priority", ctypes.c_int),
+                        ("buffer", ctypes.c_void_p), ("size", ctypes.c_size_t), ("event", self.Event),
+                        ("private", ctypes.c_char * 128))
 
-    def __init__(self, exit_code: int) -> None:
         libc = ctypes.CDLL(None)
-        # before glibc 2.34 the timers are in librt
-        self.library = libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1")
-        sigev_thread, clock_monotonic = 2, 1
-        event = self.Event(value=exit_code, notify=sigev_thread,
-                           function=ctypes.cast(libc._exit, ctypes.c_void_p).value)
-        self.timer = ctypes.c_void_p()
-        if self.library.timer_create(clock_monotonic, ctypes.byref(event), ctypes.byref(self.timer)):
-            raise OSError("timer_create failed")
-
-    def set(self, deadline: float) -> None:
-        timer_abstime = 1
-        times = self.Times() if math.isinf(deadline) else self.Times(s=int(deadline), ns=int(deadline % 1 * 1e9))
-        self.library.timer_settime(self.timer, timer_abstime, ctypes.byref(times), None)
+        library = libc if hasattr(libc, "aio_read") else ctypes.CDLL("librt.so.1")  # before glibc 2.34
+        self.buffer = ctypes.create_string_buffer(1)
+        sigev_thread = 2
+        self.request = Request(fd=read_end, buffer=ctypes.addressof(self.buffer), size=1, event=self.Event(
+            value=code, notify=sigev_thread, function=ctypes.cast(libc._exit, ctypes.c_void_p).value))
+        if library.aio_read(ctypes.byref(self.request)):
+            raise EvidenceUnwritable("aio_read failed: the run cannot be watched", "raise the limit of processes")
 
 
-def leave(evidence: Evidence, guard: Guard | None, exit_code: int) -> None:
+def leave(evidence: Evidence, exit_code: int) -> None:
     """End the process here. torch_npu's exit hooks would turn a failed teardown into exit 0, or crash on the way."""
-    if guard:
-        guard.leave()
-    for pid in descendants(os.getpid()):  # CANN's operator compiler keeps a pool of processes
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    evidence.stage = "end"
+    evidence.tell_watcher()
+    end_processes(descendants(os.getpid()))  # CANN's operator compiler keeps a pool of processes
     evidence.unlock()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(exit_code)
+
+
+def end_processes(pids: list[int]) -> None:
+    for pid in pids:
+        if pid not in (0, os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> list[int]:
@@ -1254,6 +1291,10 @@ def prepare_environment(evidence: Evidence) -> None:
     os.environ.update(FORCED_ENVIRONMENT)
     for name in REMOVED_ENVIRONMENT:
         os.environ.pop(name, None)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")  # libraries fail in odd ways in a directory that was deleted
     recorded = {name: os.environ[name] for name in (*DEFAULT_ENVIRONMENT, *FORCED_ENVIRONMENT)}
     visible = os.environ["ASCEND_RT_VISIBLE_DEVICES"]
     evidence.result.update(environment=recorded, visible_devices=visible)
@@ -1265,17 +1306,16 @@ def prepare_environment(evidence: Evidence) -> None:
                              "export ASCEND_RT_VISIBLE_DEVICES=0, or unset it")
 
 
-def npu(evidence: Evidence, guard: Guard) -> Any:
+def npu(evidence: Evidence, watcher: Watcher) -> Any:
     """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
     result = evidence.result
-    guard.enter("npu", at_least_s=120)
     torch, torch_npu = import_torch_npu()
     simulator = simulator_version()
     result.update(engine="torch_npu", simulated=simulator is not None,
                   simulator=f"cannsim {simulator}" if simulator else None)
     result["versions"].update(versions(torch, torch_npu))
     evidence.log("torch")
-    guard.enter("npu")
+    watcher.enter("npu")
     try:
         result["npu_available"] = torch.npu.is_available()
         if not result["npu_available"]:
@@ -1448,15 +1488,15 @@ def no_cpu_fallback(evidence: Evidence) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, guard: Guard) -> PPO:
+def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watcher) -> PPO:
     """PPO.load onto npu:0 from the verified bytes; every parameter there, equal to the file's bit for bit."""
-    guard.enter("load", at_least_s=120)
+    watcher.enter("load", at_least_s=120)
     try:
         from stable_baselines3 import PPO
     except ImportError as error:
         raise LoadFailed(f"stable_baselines3 cannot be imported: {first_line(error)}",
                          "python3 -m pip install -r requirements.txt") from error
-    guard.enter("load")
+    watcher.enter("load")
     saved = read_tensors(checkpoint, torch)
     objects = custom_objects(checkpoint, torch, PPO)
     started = time.monotonic()
@@ -1621,9 +1661,9 @@ class Process:
     line: str
 
 
-def ready(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
+def ready(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
     """Write the marker, hold, and look for this PID in npu-smi meanwhile. A PID that is not found fails no run."""
-    guard.enter("ready", at_least_s=args.hold_seconds + args.timeout_seconds)
+    watcher.enter("ready", at_least_s=args.hold_seconds + args.timeout_seconds)
     result = evidence.result
     ready_at = time.monotonic()
     result.update(ready_at=evidence.now(), hold_seconds=args.hold_seconds)
@@ -1714,7 +1754,7 @@ def npu_smi(arguments: list[str], evidence: Evidence) -> Answer:
     output, wrong = b"", "missing: it is not on PATH"
     if program is not None:
         try:
-            output, wrong = bounded_output([program, *arguments])
+            output, wrong = bounded_output([program, *arguments], evidence)
         except OSError as error:
             wrong = str(error.strerror)
     heading = (f"# npu-smi {' '.join(arguments)} at={evidence.now()} bytes={len(output)} "
@@ -1749,7 +1789,7 @@ def recorded_answers(log: bytes) -> Iterator[tuple[str, str, Answer]]:
         log = rest[size + 1:]
 
 
-def bounded_output(command: list[str]) -> tuple[bytes, str]:
+def bounded_output(command: list[str], evidence: Evidence) -> tuple[bytes, str]:
     """What a command printed, and "" or what was wrong with how it ended."""
     read_end, write_end = os.pipe()
     with open(read_end, "rb", buffering=0) as pipe:
@@ -1758,6 +1798,8 @@ def bounded_output(command: list[str]) -> tuple[bytes, str]:
                                      start_new_session=True)
         finally:
             os.close(write_end)
+        evidence.npu_smi_pid = child.pid
+        evidence.tell_watcher()
         deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
         output, wrong = b"", ""
         while not wrong:
@@ -1777,6 +1819,8 @@ def bounded_output(command: list[str]) -> tuple[bytes, str]:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
         wrong = wrong or "closed its output but did not end"
+    evidence.npu_smi_pid = 0
+    evidence.tell_watcher()
     if not wrong and child.returncode:
         wrong = f"exit code {child.returncode}"
     return output[:NPU_SMI_MAX_BYTES], wrong
@@ -1788,16 +1832,16 @@ def bounded_output(command: list[str]) -> tuple[bytes, str]:
 
 
 def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observations: Observations, torch: Any,
-            evidence: Evidence, guard: Guard) -> None:
+            evidence: Evidence, watcher: Watcher) -> None:
     """One deterministic pass over the observations on npu:0; the first chunk, mostly all of them, twice."""
     result = evidence.result
-    guard.enter("forward")
+    watcher.enter("forward")
     passes = Passes(model.policy, torch)
     reference = CpuReference(model, args.tolerance, torch) if args.compare_cpu else None
     outputs = OutputsFile(evidence) if args.observations else None
     done, started, reported = 0, time.monotonic(), time.monotonic()
     for chunk in observations.chunks():
-        guard.enter("forward")
+        watcher.enter("forward")
         values = passes.run(chunk)
         if done == 0:
             again = passes.run(chunk, timed=False)
@@ -1836,7 +1880,7 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
     if reference:
         reference.conclude(evidence)
     if args.benchmark:
-        benchmark(args.benchmark, passes, benchmark_reference, evidence, guard)
+        benchmark(args.benchmark, passes, benchmark_reference, evidence, watcher)
 
 
 class Passes:
@@ -2049,7 +2093,7 @@ BENCHMARK_BATCHES = (1, 16, 256, 4096)
 
 
 def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
-              guard: Guard) -> None:
+              watcher: Watcher) -> None:
     """Warm passes, from observations on the host to all outputs on the host, and the outputs of each pass checked.
 
     Every pass gets another observation than the one before, so that a forward that is cached or skipped gives a wrong
@@ -2065,7 +2109,7 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
         raise ForwardFailed("the benchmark's action is not the evidence's", "the device or a kernel is at fault")
 
     def timed(batch: int, times: int) -> list[float]:
-        guard.enter("benchmark")
+        watcher.enter("benchmark")
         seconds = []
         for number in range(BENCHMARK_WARM_UP + times):
             which = (numpy.arange(batch) + number) % len(varied)
@@ -2401,7 +2445,7 @@ def gate_extras(r: Result, _: Path) -> str:
 def gate_error(r: Result, _: Path) -> str:
     """The exit code is that of the error, and the error that of the last stage."""
     error = r["error"]
-    signals = {f"interrupted by {s.name}": 128 + s for s in GUARDED_SIGNALS}
+    signals = {f"interrupted by {s.name}": 128 + s for s in SIGNALS}
     code = signals.get(error["message"], 1) if error["type"] == "Interrupted" else FAILURE_CODES.get(error["type"], 1)
     last = r["stages"][-1] if r["stages"] else {"name": "start", "outcome": "failed"}
     return unequal(keys=(list(error), ["stage", "type", "message", "hint"]), exit_code=(r["exit_code"], int(code)),
@@ -2424,8 +2468,8 @@ FAILED_RUN_GATES: dict[str, Callable[[Result, Path], str]] = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def final(torch: Any, evidence: Evidence, guard: Guard) -> None:
-    guard.enter("final")
+def final(torch: Any, evidence: Evidence, watcher: Watcher) -> None:
+    watcher.enter("final")
     torch.npu.synchronize()  # an error that is still on its way ends the run here
     # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
     retries = torch.npu.memory_stats().get("num_alloc_retries", 0)
@@ -2435,18 +2479,19 @@ def final(torch: Any, evidence: Evidence, guard: Guard) -> None:
     evidence.commit()
 
 
-def run(args: argparse.Namespace, evidence: Evidence, guard: Guard) -> None:
+def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
     """All stages. Returns only when the evidence of a good run is committed."""
-    guard.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
+    watcher.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
     checkpoint = verify(args, evidence)
     observations = read_observations(args, checkpoint.network.observation.shape, evidence)
+    watcher.enter("npu", at_least_s=120)
     prepare_environment(evidence)
     with no_cpu_fallback(evidence):
-        torch = npu(evidence, guard)
-        model = load(checkpoint, torch, evidence, guard)
-        ready(args, evidence, guard)
-        forward(args, model, checkpoint, observations, torch, evidence, guard)
-    final(torch, evidence, guard)
+        torch = npu(evidence, watcher)
+        model = load(checkpoint, torch, evidence, watcher)
+        ready(args, evidence, watcher)
+        forward(args, model, checkpoint, observations, torch, evidence, watcher)
+    final(torch, evidence, watcher)
 
 
 STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
@@ -2484,15 +2529,14 @@ def main(argv: list[str] | None = None) -> int:
         create_parser().parse_args(["--help"])
     if any(argument.partition("=")[0] == "--check" for argument in argv):
         return check_command(argv)
-    signal.pthread_sigmask(signal.SIG_BLOCK, GUARDED_SIGNALS)  # the guard receives them
-    evidence = guard = None
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher gets them
+    evidence = None
     try:
         evidence = Evidence(log_dir_of(argv), ["inference.py", *argv])
         evidence.open()
         # Parsed only now: whatever is wrong with this call, the result of an earlier one must not pass for its own.
         args = create_parser().parse_args(argv)
-        guard = Guard(evidence, args.timeout_seconds)
-        run(args, evidence, guard)
+        run(args, evidence, Watcher(evidence, args.timeout_seconds))
         code = 0
     except Exception as error:  # noqa: BLE001 (the one place where errors become exit codes)
         failure = error
@@ -2505,7 +2549,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"inference.py: {stage}: {error}", file=sys.stderr)
             return failure.code if isinstance(failure, Failure) else 1
         code = evidence.conclude(failure)
-    leave(evidence, guard, code)
+    leave(evidence, code)
     return code
 
 
