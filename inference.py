@@ -200,6 +200,9 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
+PATH_OPTIONS = ("--checkpoint", "--observations", "--log-dir")
+
+
 def existing_name(text: str) -> str:
     if not text or "\0" in text:
         raise argparse.ArgumentTypeError("a path is needed")
@@ -277,6 +280,9 @@ RESULT_TYPES: dict[str, tuple[type, ...]] = {
     "files": (dict,), "error": (dict, type(None)),
 }
 
+VERSIONS = ("python", "platform", "torch", "torch_npu", "cann", "npu_smi", "driver", "stable_baselines3", "gymnasium",
+            "numpy", "cloudpickle")
+
 Result = dict[str, Any]  # npu_result.json
 
 
@@ -347,7 +353,7 @@ LOG: dict[str, Callable[[Result], list[str]]] = {
         fields("[benchmark]" + (" SIMULATED" if r["simulated"] else ""), line)
         for line in (r["benchmark"]["single"], *r["benchmark"]["batches"])] if r["benchmark"] else [],
 }
-PROGRESS = re.compile(r"\[forward\] rows=\d+/\d+ rows_per_s=\d+ left=\d+s")
+PROGRESS = re.compile(r"\[forward\] rows=(\d+)/(\d+) rows_per_s=\d+ left=\d+s")
 
 
 def final_line(result: Result) -> str:
@@ -388,15 +394,16 @@ class Evidence:
         self.result: Result = dict.fromkeys(RESULT_TYPES)
         self.stage_started = self.started
         self.result.update(
-            schema=SCHEMA, pid=os.getpid(), started_at=self.now(),
-            argv=[self.shown_argument(argument) for argument in argv],
+            schema=SCHEMA, pid=os.getpid(), started_at=self.now(self.started),
+            argv=self.shown_argv(argv),
             cwd=self.shown(os.curdir, typed="outside the project"), log_dir=self.shown(self.dir, typed=log_dir),
-            versions={"python": platform.python_version(), "platform": platform.platform()},
+            versions={**dict.fromkeys(VERSIONS), "python": platform.python_version(), "platform": platform.platform()},
             script_sha256=sha256_of(Path(__file__)))
 
-    def now(self) -> str:
+    def now(self, moment: float | None = None) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
-        return (self.started_at + timedelta(seconds=time.monotonic() - self.started)).isoformat(timespec="microseconds")
+        passed = (time.monotonic() if moment is None else moment) - self.started
+        return (self.started_at + timedelta(seconds=passed)).isoformat(timespec="microseconds")
 
     @contextlib.contextmanager
     def pen(self) -> Iterator[None]:
@@ -410,15 +417,17 @@ class Evidence:
             if not self.pen_depth and not self.concluded:
                 fcntl.flock(self.pen_fd, fcntl.LOCK_UN)
 
-    def enter(self, stage: str | None) -> None:
-        """Note how long the stage took that ends here, and begin the next."""
+    def enter(self, stage: str | None) -> float:
+        """Note how long the stage took that ends here (the first since the start), and begin the next."""
         now = time.monotonic()
         if self.stage != "start":
             outcome = "failed" if self.result["error"] else "ok"
             self.result["stages"] = [*(past for past in self.result["stages"] or [] if past["name"] != self.stage), {
                 "name": self.stage, "elapsed_s": round(now - self.stage_started, 6), "outcome": outcome}]
-        if stage:
-            self.stage, self.stage_started = stage, now
+            if stage:
+                self.stage_started = now
+        self.stage = stage or self.stage
+        return now
 
     def open(self) -> None:
         """Lock the directory, remove what an earlier run left, and start the log."""
@@ -467,9 +476,14 @@ class Evidence:
                         return str(Path(absolute).relative_to(project))
         return typed or Path(path).name
 
-    def shown_argument(self, argument: str) -> str:
-        name, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
-        return name + equals + (self.shown(value, typed=value) if os.path.isabs(value) else value)
+    def shown_argv(self, argv: list[str]) -> list[str]:
+        """The command line, its paths as evidence may show them."""
+        shown = []
+        for before, argument in itertools.pairwise(["", *argv]):
+            name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+            is_path = os.path.isabs(value) or (name if equals else before) in PATH_OPTIONS
+            shown.append(name + equals + (self.shown(value, typed=value) if is_path and value else value))
+        return shown
 
     def log(self, block: str) -> None:
         for line in LOG[block](self.result):
@@ -568,8 +582,8 @@ class Evidence:
 
     def seal(self) -> None:
         """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
-        self.enter(None)
-        self.result.update(finished_at=self.now(), total_s=round(time.monotonic() - self.started, 6))
+        now = self.enter(None)
+        self.result.update(finished_at=self.now(now), total_s=round(now - self.started, 6))
         try:
             os.fsync(self.log_fd)
             self.result["files"] = {
@@ -1665,8 +1679,8 @@ def ready(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> Non
     """Write the marker, hold, and look for this PID in npu-smi meanwhile. A PID that is not found fails no run."""
     watcher.enter("ready", at_least_s=args.hold_seconds + args.timeout_seconds)
     result = evidence.result
-    ready_at = time.monotonic()
-    result.update(ready_at=evidence.now(), hold_seconds=args.hold_seconds)
+    ready_at = evidence.stage_started
+    result.update(ready_at=evidence.now(ready_at), hold_seconds=args.hold_seconds)
     evidence.write("npu_ready.marker", marker_text(result).encode())
     evidence.log("marker")
     result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence))
@@ -2003,7 +2017,7 @@ def describe_action_space(policy: Any, action: dict[str, Any]) -> dict[str, Any]
     if "box" not in action:
         return action
     # null for an infinite bound, which JSON has no number for
-    low, high = ([bound if math.isfinite(bound) else None for bound in array.reshape(-1).tolist()]
+    low, high = ([float(bound) if math.isfinite(bound) else None for bound in array.reshape(-1).tolist()]
                  for array in (policy.action_space.low, policy.action_space.high))
     return {"type": "Box", "shape": list(policy.action_space.shape), "low": low, "high": high,
             "squashed": policy.squash_output}
@@ -2090,6 +2104,7 @@ class CpuReference:
 
 BENCHMARK_WARM_UP = 10
 BENCHMARK_BATCHES = (1, 16, 256, 4096)
+BENCHMARK_BATCH_PASSES = 20
 
 
 def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
@@ -2131,7 +2146,7 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
                 "mean_s": float(numpy.mean(seconds)), "rows_per_s": batch / float(numpy.mean(seconds))}
 
     single = summary(1, timed(1, passes_wanted))
-    sweep = [summary(batch, timed(batch, min(passes_wanted, 20))) for batch in BENCHMARK_BATCHES]
+    sweep = [summary(batch, timed(batch, min(passes_wanted, BENCHMARK_BATCH_PASSES))) for batch in BENCHMARK_BATCHES]
     evidence.result["benchmark"] = {"simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP,
                                     "actions_equal_evidence": True, "single": single, "batches": sweep}
     evidence.log("benchmark")
@@ -2142,8 +2157,54 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
 # ---------------------------------------------------------------------------------------------------------------------
 
 CHECK_TOLERANCE = 2e-3  # of recomputed float32 values; some chips compute them in float16
+CLOCK_TOLERANCE_S = 2e-5  # of sums of times, each rounded to the microsecond
 FAILURE_CODES = {cls.__name__: cls.code for cls in (UsageError, CheckpointRejected, NpuUnavailable, LoadFailed,
                                                     ForwardFailed, DeviceTimeout, EvidenceUnwritable)}
+OPTIONAL_TEXT = (str, type(None))
+
+# The form of what is nested in the result: types, a list of one form, a dict of given keys, or of any key ("*").
+TIMES_FORM = {"batch": int, "passes": int, "p50_s": float, "p90_s": float, "p99_s": float, "mean_s": float,
+              "rows_per_s": float}
+DIFFERENCES_FORM = {"max_abs_diff": float, "mean_abs_diff": float, "cosine": (float, type(None))}
+RESULT_FORMS: dict[str, Any] = {
+    "checkpoint": {"path": str, "bytes": int, "sha256": str, "size_ok": bool, "sha256_ok": bool},
+    "argv": [str], "environment": dict.fromkeys((*DEFAULT_ENVIRONMENT, *FORCED_ENVIRONMENT), str),
+    "versions": {**dict.fromkeys(VERSIONS, OPTIONAL_TEXT), **dict.fromkeys(VERSIONS[:4], str)},
+    "device_nodes": [str], "determinism": dict.fromkeys(DETERMINISM, bool), "param_devices": [str],
+    "npu_smi": {"captured": bool, "pid_found": bool, **dict.fromkeys(
+        ("pid_line", "matched_by", "reason", "detail", "npu_id", "chip_id"), OPTIONAL_TEXT)},
+    "observations": {"file": str, "dtype": str, "shard": str, "first_row": int, "rows": int, "sha256_float32": str},
+    "outputs": {"*": {"dtype": str, "shape": [int], "device": str}},
+    "cpu_reference": {"rows": int, "tolerance": float, "within_tolerance": bool, "action_agreement": float, "ties": int,
+                      "outputs": {"*": DIFFERENCES_FORM}},
+    "benchmark": {"simulated": bool, "warm_up_passes": int, "actions_equal_evidence": bool, "single": TIMES_FORM,
+                  "batches": [TIMES_FORM]},
+    "stages": [{"name": str, "elapsed_s": float, "outcome": str}], "files": {"*": str},
+    "error": {"stage": str, "type": str, "message": str, "hint": str},
+}
+ACTION_SPACE_FORMS: dict[str, Any] = {
+    "Discrete": {"type": str, "n": int}, "MultiBinary": {"type": str, "n": int},
+    "MultiDiscrete": {"type": str, "nvec": [int]},
+    "Box": {"type": str, "shape": [int], "low": [(float, type(None))], "high": [(float, type(None))],
+            "squashed": bool},
+}
+
+# The stage that measures each key, and the one that logs each block: of a run that failed, all before its last stage
+# is there and nothing after.
+KEYS_OF_STAGE = {stage: keys.split() for stage, keys in {
+    "verify": "checkpoint model_id source_revision license rows observations",
+    "npu": "environment visible_devices simulated simulator engine npu_available npu_device npu_device_name "
+           "device_count device_nodes determinism",
+    "load": "policy_class num_params param_devices all_params_on_npu params_match_checkpoint model_device load_s",
+    "ready": "hold_seconds ready_at npu_smi",
+    "forward": "input_device output_device all_outputs_on_npu action_space repeated_rows observation action env_action "
+               "value log_prob entropy probs logits mean std outputs bitwise_repeatable reference cpu_reference "
+               "forward_s",
+    "benchmark": "benchmark",
+}.items()}
+BLOCKS_OF_STAGE = {"verify": ("start", "verify", "observations"), "npu": ("torch", "npu"), "load": ("load", "bits"),
+                   "ready": ("marker", "npu_smi"), "forward": ("forward", "reference", "cpu_reference"),
+                   "benchmark": ("benchmark",)}
 
 
 def check(directory: Path) -> int:
@@ -2154,21 +2215,21 @@ def check(directory: Path) -> int:
     try:
         result = read_result(directory / RESULT_FILE)
     except (OSError, ValueError, RecursionError) as error:
-        print(f"FAIL  {RESULT_FILE}: {error}\nINVALID")
+        print(f"FAIL  {RESULT_FILE}: {ascii(str(error)[:500])[1:-1]}\nINVALID")
         return 8
-    failed_run = result.get("exit_code") != 0
-    gates = FAILED_RUN_GATES if failed_run else GATES
-    passed = True
-    for name, gate in gates.items():
+    valid = True
+    for name, (stage, gate) in GATES.items():
         try:
+            if stage and not completed(result, stage):
+                continue
             reason = gate(result, directory)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, OSError) as error:
-            # a gate computes with whatever a forged set holds; what it cannot compute with is a reason to fail
+        except Exception as error:  # noqa: BLE001 (a gate computes with whatever a forged set holds)
             reason = f"{type(error).__name__}: {error}"
-        passed = passed and not reason
-        print(f"FAIL  {name}: {reason}" if reason else f"PASS  {name}")
-    print("INVALID" if not passed else "FAILED RUN" if failed_run else "VALID")
-    return 0 if passed and not failed_run else 8
+        valid = valid and not reason
+        print(f"FAIL  {name}: {ascii(reason[:500])[1:-1]}" if reason else f"PASS  {name}")
+    good_run = result.get("exit_code") == 0
+    print("INVALID" if not valid else "VALID" if good_run else "FAILED RUN")
+    return 0 if valid and good_run else 8
 
 
 def read_result(path: Path) -> Result:
@@ -2186,34 +2247,89 @@ def read_result(path: Path) -> Result:
     return result
 
 
+def completed(r: Result, stage: str) -> bool:
+    """Whether the run got past this stage."""
+    return r["error"] is None or (
+        r["error"]["stage"] in STAGES and STAGES.index(stage) < STAGES.index(r["error"]["stage"]))
+
+
 def unequal(**pairs: tuple[Any, Any]) -> str:
-    """What differs, "" for nothing; True is not 1 here."""
+    """What differs, "" for nothing. Compared as text: True is not 1 here, nor 1 the same as 1.0."""
     return "; ".join(f"{name} is {found!r}, expected {expected!r}" for name, (found, expected) in pairs.items()
-                     if found != expected or type(found) is not type(expected))[:500]
+                     if repr(found) != repr(expected))[:500]
+
+
+def misfits(value: Any, form: Any, path: str, partial: bool = False) -> Iterator[str]:
+    """Where a value is not of its form; `partial`: its parts may be null."""
+    if partial and value is None:
+        return
+    if isinstance(form, dict) and type(value) is dict and ("*" in form or list(value) == list(form)):
+        for key, item in value.items():
+            yield from misfits(item, form.get(key, form.get("*")), f"{path}.{key}", partial)
+    elif isinstance(form, list) and type(value) is list:
+        for item in value:
+            yield from misfits(item, form[0], f"{path}[]")
+    elif isinstance(form, (dict, list)) or type(value) not in (form if isinstance(form, tuple) else (form,)):
+        yield path
 
 
 def gate_keys(r: Result, _: Path) -> str:
-    nullable = r["error"] is not None
-    wrong = [key for key, value in r.items() if key in RESULT_TYPES
-             and type(value) not in RESULT_TYPES[key] and not (nullable and value is None)]
-    return "; ".join(filter(None, (
-        unequal(keys=(list(r), list(RESULT_TYPES))), f"of another type: {', '.join(wrong)}" if wrong else "",
-        unequal(schema=(r["schema"], SCHEMA), argv0=(r["argv"][0], "inference.py")))))
+    partial = r["error"] is not None  # a run that failed has null for what it did not measure
+    wrong = [*misfits(r, RESULT_TYPES, "result", partial)]
+    for key, form in RESULT_FORMS.items():
+        wrong += misfits(r[key], form, key, partial) if r[key] is not None else []
+    if r["action_space"] is not None:
+        wrong += misfits(r["action_space"], ACTION_SPACE_FORMS[r["action_space"]["type"]], "action_space")
+    return "; ".join(filter(None, (f"of another form: {', '.join(wrong)}" if wrong else "",
+                                   unequal(schema=(r["schema"], SCHEMA), argv0=(r["argv"][0], "inference.py")))))
 
 
-def gate_success(r: Result, _: Path) -> str:
-    return unequal(
-        exit_code=(r["exit_code"], 0), error=(r["error"], None), engine=(r["engine"], "torch_npu"),
-        npu_available=(r["npu_available"], True), npu_device=(r["npu_device"], DEVICE),
-        policy_class=(r["policy_class"], "ActorCriticPolicy"), param_devices=(r["param_devices"], [DEVICE]),
-        all_params_on_npu=(r["all_params_on_npu"], True), match=(r["params_match_checkpoint"], True),
-        input_device=(r["input_device"], DEVICE), model_device=(r["model_device"], DEVICE),
-        output_device=(r["output_device"], DEVICE), all_outputs_on_npu=(r["all_outputs_on_npu"], True),
-        bitwise_repeatable=(r["bitwise_repeatable"], True), determinism=(r["determinism"], DETERMINISM),
-        environment=(r["environment"], {**r["environment"], **FORCED_ENVIRONMENT}),
-        visible=(r["visible_devices"], r["environment"]["ASCEND_RT_VISIBLE_DEVICES"]),
-        positive=(r["num_params"] > 0 and r["device_count"] > 0 and r["pid"] > 0, True),
-        nodes=(all(re.fullmatch(r"/dev/davinci\w*", node) for node in r["device_nodes"]), True))
+def gate_outcome(r: Result, _: Path) -> str:
+    """Exit code 0 and no error, or the exit code of the error, which belongs to the last stage."""
+    error, stages = r["error"], r["stages"] or []
+    outcomes = [stage["outcome"] for stage in stages]
+    if error is None:
+        return unequal(exit_code=(r["exit_code"], 0), outcomes=(outcomes, ["ok"] * len(stages)))
+    signals = {f"interrupted by {s.name}": 128 + s for s in SIGNALS}
+    code = signals.get(error["message"], 1) if error["type"] == "Interrupted" else FAILURE_CODES.get(error["type"], 1)
+    return unequal(exit_code=(r["exit_code"], int(code)), outcomes=(outcomes, ["ok"] * (len(stages) - 1) + ["failed"]
+                                                                    if stages else []),
+                   stage=(error["stage"], stages[-1]["name"] if stages else "start"))
+
+
+def gate_stages(r: Result, _: Path) -> str:
+    """Each stage that the run completed has left its claims, and none that it did not reach has left any."""
+    reached = [stage["name"] for stage in r["stages"] or []]
+    in_stage = {key: stage for stage, keys in KEYS_OF_STAGE.items() for key in keys}
+    claimed = [key for key, stage in in_stage.items() if stage not in reached and r[key] is not None]
+    claimed += [name for name in VERSIONS[2:] if "npu" not in reached and r["versions"][name] is not None]
+    lacking = [key for key, types in RESULT_TYPES.items() if r[key] is None and type(None) not in types
+               and (key not in in_stage or (in_stage[key] in reached and completed(r, in_stage[key])))]
+    return unequal(claimed=(claimed, []), lacking=(lacking, [] if reached else ["stages"]))
+
+
+def gate_times(r: Result, _: Path) -> str:
+    """All times follow from each other: the stages follow without a gap and make up the whole."""
+    moments = {key: datetime.fromisoformat(r[key]) for key in ("started_at", "ready_at", "finished_at")
+               if r[key] is not None}
+    passed = {key: (moment - moments["started_at"]).total_seconds() for key, moment in moments.items()}
+    took = {stage["name"]: stage["elapsed_s"] for stage in r["stages"] or []}
+    stages = [name for name in STAGES if name != "benchmark" or name in took]
+    problems = [unequal(
+        utc=([r[key] for key in moments], [moment.astimezone(timezone.utc).isoformat(timespec="microseconds")
+                                           for moment in moments.values()]),
+        stages=([stage["name"] for stage in r["stages"] or []],
+                stages[:len(r["stages"] or [])] if r["error"] else stages),
+        total=(abs(passed["finished_at"] - r["total_s"]) < CLOCK_TOLERANCE_S, True),
+        sum=(abs(sum(took.values()) - r["total_s"]) < CLOCK_TOLERANCE_S or not took, True),
+        positive=(all(elapsed >= 0 for elapsed in (r["total_s"], *took.values())), True))]
+    if "ready_at" in passed:
+        before = sum(took[name] for name in STAGES[:STAGES.index("ready")])
+        problems.append(unequal(ready=(abs(passed["ready_at"] - before) < CLOCK_TOLERANCE_S, True)))
+    for key, stage in (("hold_seconds", "ready"), ("load_s", "load"), ("forward_s", "forward")):
+        if completed(r, stage):
+            problems.append(unequal(**{key: (0 <= r[key] <= took[stage] + CLOCK_TOLERANCE_S, True)}))
+    return "; ".join(filter(None, problems))
 
 
 def gate_files(r: Result, directory: Path) -> str:
@@ -2222,7 +2338,7 @@ def gate_files(r: Result, directory: Path) -> str:
     digests = {name: sha256_of(directory / name) for name in present}
     wanted = set(EVIDENCE_FILES[:3]) | ({OUTPUTS_FILE} if r["observations"] else set())
     missing = sorted(wanted - set(present)) if r["exit_code"] == 0 else []
-    if directory.resolve() == PROJECT / "logs" and (PROJECT / "SHA256SUMS").exists():
+    if directory.resolve() == (PROJECT / "logs").resolve() and (PROJECT / "SHA256SUMS").exists():
         listed = {line[66:]: line[:64] for line in (PROJECT / "SHA256SUMS").read_text("utf-8").splitlines()}
         for name, digest in {**digests, RESULT_FILE: sha256_of(directory / RESULT_FILE)}.items():
             if listed.get(f"logs/{name}") != digest:
@@ -2241,7 +2357,6 @@ def gate_checkpoint(r: Result, _: Path) -> str:
     on_disk = sha256_of(path) if path.is_file() else checkpoint["sha256"]
     size = path.stat().st_size if path.is_file() else checkpoint["bytes"]
     return unequal(
-        keys=(list(checkpoint), ["path", "bytes", "sha256", "size_ok", "sha256_ok"]),
         sha256=(checkpoint["sha256"], on_disk), bytes=(checkpoint["bytes"], CHECKPOINT_BYTES if pinned else size),
         size_ok=(checkpoint["size_ok"], True), sha256_ok=(checkpoint["sha256_ok"], True),
         identity=([r["model_id"], r["source_revision"], r["license"]],
@@ -2251,154 +2366,228 @@ def gate_checkpoint(r: Result, _: Path) -> str:
 
 def gate_argv(r: Result, _: Path) -> str:
     """The command line, parsed again, asks for what the result says was done."""
-    args = create_parser().parse_args(r["argv"][1:])
-    observed = r["observation"]
-    asked = args.observation if args.observation is not None else nested_zeros(tuple(shape_of(observed)[1:]))
-    as_float32 = [struct.unpack("f", struct.pack("f", number))[0] for number in flat(asked)]
-    return unequal(
-        sha256=(r["checkpoint"]["sha256"], args.sha256), hold_seconds=(r["hold_seconds"], args.hold_seconds),
-        checkpoint=(r["checkpoint"]["path"], args.checkpoint or CHECKPOINT_NAME),
-        file=(r["observations"] is None, args.observations is None),
-        observation=(flat(observed), flat(observed) if args.observations else as_float32),
-        compared=(r["cpu_reference"] is None, not args.compare_cpu), timed=(r["benchmark"] is None, not args.benchmark),
-        passes=(r["benchmark"]["single"]["passes"] if r["benchmark"] else 0, args.benchmark),
-        tolerance=(r["cpu_reference"]["tolerance"] if args.compare_cpu else args.tolerance, args.tolerance))
+    try:
+        args = create_parser().parse_args(r["argv"][1:])
+    except UsageError as error:
+        return "" if r["error"] and r["error"]["stage"] == "start" else str(error)
+    if r["error"] and r["error"]["stage"] == "start":
+        return "" if r["error"]["type"] != "UsageError" else "nothing is wrong with it"
+    file = r["observations"]
+    asked: dict[str, tuple[Any, Any]] = {"log_dir": (r["log_dir"], args.log_dir or "logs")}
+    if r["checkpoint"]:
+        asked["checkpoint"] = (r["checkpoint"]["path"], args.checkpoint or CHECKPOINT_NAME)
+    if completed(r, "verify"):
+        asked["sha256"] = (r["checkpoint"]["sha256"], args.sha256)
+        asked["file"] = ((file["file"], file["shard"]) if file else (None, "1/1"),
+                         (args.observations, "/".join(map(str, args.shard))))
+    if r["hold_seconds"] is not None:
+        asked["hold_seconds"] = (r["hold_seconds"], args.hold_seconds)
+    if completed(r, "forward"):
+        observed = r["observation"]
+        wanted = args.observation if args.observation is not None else nested_zeros(tuple(shape_of(observed)[1:]))
+        as_float32 = [struct.unpack("f", struct.pack("f", number))[0] for number in flat(wanted)]
+        asked["observation"] = (flat(observed), flat(observed) if file else as_float32)
+        asked["tolerance"] = (r["cpu_reference"]["tolerance"] if r["cpu_reference"] else None,
+                              args.tolerance if args.compare_cpu else None)
+    if completed(r, "benchmark"):
+        asked["passes"] = (r["benchmark"]["single"]["passes"] if r["benchmark"] else 0, args.benchmark)
+    return unequal(**asked)
 
 
 def gate_log(r: Result, directory: Path) -> str:
     """The log says, line by line, what the result says."""
-    lines = [line for line in (directory / EVIDENCE_FILES[0]).read_text("utf-8").split("\n")
-             if not PROGRESS.fullmatch(line)]
+    lines = (directory / EVIDENCE_FILES[0]).read_text("utf-8").split("\n")
     if lines.pop() != "":
         return "its last line is cut"
-    end = [final_line(r)] if r["error"] is None else [fields("[error]  ", r["error"]), final_line(r)]
-    expected = []
-    for block in LOG.values():
-        try:
-            expected += block(r)
-        except (KeyError, TypeError, IndexError, AttributeError):
-            if r["error"] is None:
-                raise
-            break  # a run that failed logged no more than it had measured
+    reached = [stage["name"] for stage in r["stages"] or []]
+    expected: list[str] = []
+    least = 0  # of a run that failed, the lines of the stages that it completed
+    for stage, blocks in BLOCKS_OF_STAGE.items():
+        if stage == "forward":
+            remove_progress(lines, len(expected), r)
+        with contextlib.nullcontext() if completed(r, stage) else contextlib.suppress(KeyError, TypeError, IndexError):
+            for block in blocks if stage in reached else ():
+                expected += LOG[block](r)
+        least = len(expected) if completed(r, stage) else least
+    end = [final_line(r)]
     if r["error"] is not None:
-        expected = expected[:len(lines) - len(end)]
+        end = [fields("[error]  ", r["error"]), final_line(r)]
+        expected = expected[:max(least, len(lines) - len(end))]
     for number, (line, wanted) in enumerate(itertools.zip_longest(lines, map(log_text, [*expected, *end])), 1):
         if line != wanted:
             return f"line {number} is {str(line)[:150]!r}, expected {str(wanted)[:150]!r}"
     return ""
 
 
+def remove_progress(lines: list[str], start: int, r: Result) -> None:
+    """Take out the reports of progress that a file of observations may give, from this line on."""
+    done = 0
+    while r["observations"] and start < len(lines) and (match := PROGRESS.fullmatch(lines[start])):
+        if not done < int(match[1]) <= int(match[2]) == r["rows"]:
+            break
+        done = int(match[1])
+        del lines[start]
+
+
 def gate_marker(r: Result, directory: Path) -> str:
     marker = directory / EVIDENCE_FILES[1]
-    if r["error"] is not None and not marker.exists():
+    if not completed(r, "ready") and not marker.exists():
         return ""
     return unequal(marker=(marker.read_text("utf-8"), marker_text(r)))
 
 
-def gate_simulated(r: Result, _: Path) -> str:
-    return unequal(simulator=(r["simulator"] is not None, r["simulated"]),
-                   name=(r["npu_device_name"].endswith(" (simulated)"), r["simulated"]),
-                   benchmark=(r["benchmark"]["simulated"] if r["benchmark"] else r["simulated"], r["simulated"]))
+def gate_npu(r: Result, _: Path) -> str:
+    return unequal(
+        engine=(r["engine"], "torch_npu"), npu_available=(r["npu_available"], True),
+        npu_device=(r["npu_device"], DEVICE), determinism=(r["determinism"], DETERMINISM),
+        environment=(r["environment"], {**r["environment"], **FORCED_ENVIRONMENT}),
+        visible=(r["visible_devices"], r["environment"]["ASCEND_RT_VISIBLE_DEVICES"]),
+        positive=(r["device_count"] > 0 and r["pid"] > 0, True),
+        nodes=(all(re.fullmatch(r"/dev/davinci\w*", node) for node in r["device_nodes"]), True),
+        simulator=(r["simulator"] is not None, r["simulated"]),
+        name=(r["npu_device_name"].endswith(" (simulated)"), r["simulated"]))
+
+
+def gate_load(r: Result, _: Path) -> str:
+    return unequal(
+        policy_class=(r["policy_class"], "ActorCriticPolicy"), param_devices=(r["param_devices"], [DEVICE]),
+        all_params_on_npu=(r["all_params_on_npu"], True), match=(r["params_match_checkpoint"], True),
+        model_device=(r["model_device"], DEVICE), num_params=(r["num_params"] > 0, True))
 
 
 def gate_npu_smi(r: Result, directory: Path) -> str:
     """What the result says of npu-smi follows from the raw answers."""
     answers = list(recorded_answers((directory / EVIDENCE_FILES[2]).read_bytes()))
     by_arguments = {arguments: answer for arguments, _, answer in answers}
+    times = [r["started_at"], *(at for _, at, _ in answers), r["finished_at"]]
+    problems = unequal(version=(r["versions"]["npu_smi"], version_of(by_arguments["-v"])),
+                       calls=(len(by_arguments), len(answers)), order=(times, sorted(times)))
+    if problems or not completed(r, "ready"):
+        return problems
     found = correlate(r["pid"], lambda arguments: by_arguments[" ".join(arguments)])
     driver = found.pop("driver")
-    version = version_of(by_arguments["-v"])
-    times = [r["started_at"], *(at for _, at, _ in answers), r["finished_at"]]
-    return unequal(npu_smi=(r["npu_smi"], found), version=(r["versions"]["npu_smi"], version),
-                   driver=(r["versions"]["driver"], driver or r["versions"]["driver"]),
-                   calls=(len(by_arguments), len(answers)), order=(times == sorted(times), True))
+    return unequal(npu_smi=(r["npu_smi"], found), driver=(r["versions"]["driver"], driver or r["versions"]["driver"]))
 
 
-def gate_times(r: Result, _: Path) -> str:
-    started, is_ready, finished = (datetime.fromisoformat(r[key]) for key in ("started_at", "ready_at", "finished_at"))
-    took = {stage["name"]: stage["elapsed_s"] for stage in r["stages"]}
-    stages = [name for name in STAGES if name != "benchmark" or r["benchmark"]]
-    return unequal(
-        utc=({str(t.utcoffset()) for t in (started, is_ready, finished)}, {"0:00:00"}),
-        order=(started <= is_ready <= finished, True),
-        hold=((finished - is_ready).total_seconds() + 0.001 >= r["hold_seconds"] <= took["ready"] + 0.001, True),
-        total=(abs((finished - started).total_seconds() - r["total_s"]) < 0.01, True),
-        stages=([(stage["name"], stage["outcome"]) for stage in r["stages"]], [(name, "ok") for name in stages]),
-        sum=(0 <= sum(took.values()) <= r["total_s"] + 0.01, True),
-        ready=(abs((is_ready - started).total_seconds()
-                   - sum(took[name] for name in STAGES[:STAGES.index("ready")])) < 0.5, True),
-        load=(0 < r["load_s"] <= took["load"], True), forward=(0 < r["forward_s"] <= took["forward"], True))
+def output_shapes(space: dict[str, Any]) -> dict[str, list[int]]:
+    """The outputs that a policy of this action space gives, and the shape of each for one row."""
+    if space["type"] == "Box":
+        size = math.prod(space["shape"])
+        own = {"mean": [size], "std": [size], "env_action": space["shape"]}
+        action = space["shape"]
+    else:
+        size = sum(space.get("nvec") or [space["n"]])
+        own = {"probs": [size], "logits": [size]}
+        action = {"Discrete": [], "MultiBinary": [size]}.get(space["type"], [len(space.get("nvec", []))])
+    entropy: dict[str, list[int]] = {} if space.get("squashed") else {"entropy": []}
+    return {"action": action, "value": [1], "log_prob": [], **entropy, **own}
 
 
 def gate_outputs(r: Result, directory: Path) -> str:
-    """Shapes and types, and the file of all rows, agree with the rows that the result shows."""
-    shown = len(r["observation"])
-    names = ("action", "env_action", "value", "log_prob", "entropy", "probs", "logits", "mean", "std")
+    """Names, shapes and types follow from the action space, and the file of all rows begins with those shown."""
+    shown, shapes = len(r["observation"]), output_shapes(r["action_space"])
+    optional = ("env_action", "entropy", "probs", "logits", "mean", "std")
     problems = [unequal(
-        names=(sorted(r["outputs"]), sorted(name for name in names if r[name] is not None)),
-        rows=(shown, min(r["rows"], SHOWN_ROWS) if r["observations"] else r["rows"]),
-        repeated=(0 < r["repeated_rows"] <= r["rows"], True))]
-    for name, output in r["outputs"].items():
-        width = tuple(output["shape"][1:])
+        names=(list(r["outputs"]), list(shapes)),
+        given=([name for name in optional if r[name] is not None], [name for name in optional if name in shapes]),
+        rows=(shown, min(r["repeated_rows"], SHOWN_ROWS) if r["observations"] else r["rows"]),
+        repeated=(0 < r["repeated_rows"] <= r["rows"], True),
+        input_device=(r["input_device"], DEVICE), output_device=(r["output_device"], DEVICE),
+        all_outputs_on_npu=(r["all_outputs_on_npu"], True), bitwise_repeatable=(r["bitwise_repeatable"], True),
+        observation=({type(number) for number in flat(r["observation"])}, {float}))]
+    for name, shape in shapes.items():
+        whole = name == "action" and r["action_space"]["type"] in ("Discrete", "MultiDiscrete")
         problems.append(unequal(**{
-            name: (shape_of(r[name]), [shown, *width]), f"{name}.rows": (output["shape"][0], r["rows"]),
-            f"{name}.device": (output["device"], DEVICE),
-            f"{name}.dtype": (output["dtype"], "torch.int64" if type(flat(r[name])[0]) is int else "torch.float32")}))
-    if r["observations"]:
-        problems.append(unequal(observations=(r["observations"]["rows"], r["rows"])))
-        with zipfile.ZipFile(directory / OUTPUTS_FILE) as archive:
-            problems.append(unequal(members=(sorted(archive.namelist()), sorted(f"{n}.npy" for n in r["outputs"]))))
-            for name, output in r["outputs"].items():
-                with archive.open(f"{name}.npy") as file:
-                    header = file.read(struct.unpack("<10xH", b"\0" * 10 + file.read(10)[8:])[0])
-                    described = ast.literal_eval(header.decode("ascii").strip())
-                    values = flat(r[name])
-                    kind, size = ("q", 8) if described["descr"] == "<i8" else ("f", 4)
-                    first = list(struct.unpack(f"<{len(values)}{kind}", file.read(len(values) * size)))
-                problems.append(unequal(**{f"{name} in file": (first, values), f"{name}.shape": (
-                    list(described["shape"]), output["shape"])}))
-    return "; ".join(filter(None, problems))[:500]
+            f"outputs.{name}": (r["outputs"][name], {"dtype": "torch.int64" if whole else "torch.float32",
+                                                     "shape": [r["rows"], *shape], "device": DEVICE}),
+            f"the shape of {name}": (shape_of(r[name]), [shown, *shape]),
+            f"the types of {name}": ({type(number) for number in flat(r[name])}, {int if whole else float})}))
+    for number, row in enumerate(itertools.islice(rows_of(r, directory), shown)):
+        problems.append(unequal(**{f"row {number} of {name}": (values, flat(r[name][number]))
+                                   for name, values in row.items()}))
+    if file := r["observations"]:
+        index, of = map(int, file["shard"].split("/"))
+        rows, first = r["rows"], file["first_row"]
+        problems.append(unequal(rows=(file["rows"], rows), slice=(any(  # of a file of that many rows
+            ((index - 1) * total // of, index * total // of) == (first, first + rows)
+            for total in range((rows - 1) * of, (rows + 1) * of + 1)), True)))
+        if shown == rows:
+            numbers = flat(r["observation"])
+            digest = hashlib.sha256(struct.pack(f"<{len(numbers)}f", *numbers)).hexdigest()
+            problems.append(unequal(sha256_float32=(file["sha256_float32"], digest)))
+    return "; ".join(filter(None, problems))
 
 
-def gate_distribution(r: Result, _: Path) -> str:
-    """log_prob, entropy and action follow from the parameters of the distribution, row by row."""
-    problems = []
-    for row in range(len(r["observation"])):
-        at = {name: flat(r[name][row]) for name in r["outputs"]}
-        if r["action_space"]["type"] == "Box":
-            wanted = gaussian(at["mean"], at["std"], r["action_space"])
-        else:
-            wanted = categorical(at["logits"], at["action"], r["action_space"])
+def rows_of(r: Result, directory: Path) -> Iterator[dict[str, list[float]]]:
+    """Every row of every output: of the file of all rows where there is one, else of the result."""
+    if not r["observations"]:
+        yield from ({name: flat(r[name][row]) for name in r["outputs"]} for row in range(r["rows"]))
+        return
+    with zipfile.ZipFile(directory / OUTPUTS_FILE) as archive, contextlib.ExitStack() as files:
+        if archive.namelist() != [f"{name}.npy" for name in r["outputs"]]:
+            raise ValueError(f"{OUTPUTS_FILE} holds {archive.namelist()}")
+        columns = {}
+        for name, output in r["outputs"].items():
+            file = files.enter_context(archive.open(f"{name}.npy"))
+            magic, length = struct.unpack("<8sH", file.read(10))
+            kind = "i8" if output["dtype"] == "torch.int64" else "f4"
+            expected = {"descr": f"<{kind}", "fortran_order": False, "shape": tuple(output["shape"])}
+            header = ast.literal_eval(file.read(length).decode("ascii").strip())
+            if magic != b"\x93NUMPY\1\0" or repr(header) != repr(expected):
+                raise ValueError(f"{name} in {OUTPUTS_FILE} is {header}, expected {expected}")
+            columns[name] = iter_rows(file, f"<{math.prod(output['shape'][1:])}{'q' if kind == 'i8' else 'f'}")
+        yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+
+def iter_rows(file: IO[bytes], layout: str) -> Iterator[list[float]]:
+    """The rows of a column to its end, where zipfile compares its checksum."""
+    size = struct.calcsize(layout)
+    while block := file.read(size * 4096):
+        yield from map(list, struct.iter_unpack(layout, block))
+
+
+def gate_distribution(r: Result, directory: Path) -> str:
+    """log_prob, entropy and action follow from the parameters of the distribution, in every row."""
+    rows = 0
+    for number, row in enumerate(rows_of(r, directory)):
+        rows += 1
+        chosen = r["action_space"]["type"] != "Box"
+        wanted = (categorical(row["logits"], row["action"], r["action_space"]) if chosen
+                  else gaussian(row["mean"], row["std"], r["action_space"]))
         for name, values in wanted.items():
-            if len(values) != len(at[name]) or not all(
-                    abs(found - value) <= CHECK_TOLERANCE * max(1.0, abs(value))
-                    for found, value in zip(at[name], values, strict=True)):
-                problems.append(f"row {row}: {name} is {at[name]}, recomputed {values}")
-    return "; ".join(problems)[:500]
+            tolerance = 0.0 if name == "action" and chosen else CHECK_TOLERANCE
+            if not all(abs(found - value) <= tolerance * max(1.0, abs(value))
+                       for found, value in zip(row[name], values, strict=True)):
+                return f"row {number}: {name} is {row[name]}, recomputed {values}"[:500]
+        if not all(map(math.isfinite, itertools.chain(*row.values()))):
+            return f"row {number} is not finite"
+    return unequal(rows=(rows, r["rows"]))
 
 
 def categorical(logits: list[float], action: list[float], space: dict[str, Any]) -> dict[str, list[float]]:
     """Discrete, MultiDiscrete and MultiBinary: what follows from the logits."""
     if space["type"] == "MultiBinary":
-        probs = [1 / (1 + math.exp(-logit)) for logit in logits]
-        best = [action[i] if abs(p - 0.5) < CHECK_TOLERANCE else round(p) for i, p in enumerate(probs)]
-        taken = [p if choice else 1 - p for p, choice in zip(probs, best, strict=True)]
+        probs = [0.5 + 0.5 * math.tanh(logit / 2) for logit in logits]
+        best = [choice if abs(logit) < CHECK_TOLERANCE and choice in (0, 1) else float(logit > 0)
+                for logit, choice in zip(logits, action, strict=True)]
+        taken = [logit if choice else -logit for logit, choice in zip(logits, best, strict=True)]
         entropy = -sum(x * math.log(x) for p in probs for x in (p, 1 - p) if x > 0)
-        return {"probs": probs, "action": best, "log_prob": [sum(map(math.log, taken))], "entropy": [entropy]}
-    probs, best, log_prob, entropy, start = [], [], 0.0, 0.0, 0
-    for number, choices in enumerate(space.get("nvec") or [space["n"]]):
+        log_probs = [min(logit, 0.0) - math.log1p(math.exp(-abs(logit))) for logit in taken]
+        return {"probs": probs, "action": best, "log_prob": [sum(log_probs)], "entropy": [entropy]}
+    probs, normalised, best, log_prob, entropy, start = [], [], [], 0.0, 0.0, 0
+    for choices, chosen in zip(space.get("nvec") or [space["n"]], action, strict=True):
         group = logits[start:start + choices]
         start += choices
         total = math.log(sum(math.exp(logit - max(group)) for logit in group)) + max(group)
         group_probs = [math.exp(logit - total) for logit in group]
-        chosen = int(action[number])
         # the arg max, or a choice as likely as it
-        best.append(chosen if group_probs[chosen] >= max(group_probs) - CHECK_TOLERANCE / 100
-                    else group_probs.index(max(group_probs)))
+        likely = [number for number, p in enumerate(group_probs) if p >= max(group_probs) - CHECK_TOLERANCE / 100]
+        choice = int(chosen) if chosen in likely else likely[0]
+        best.append(choice)
         probs += group_probs
-        log_prob += group[chosen] - total
+        normalised += [logit - total for logit in group]
+        log_prob += group[choice] - total
         entropy -= sum(p * math.log(p) for p in group_probs if p > 0)
-    normalised = [math.log(p) if p > 0 else logit for p, logit in zip(probs, logits, strict=True)]
     return {"probs": probs, "logits": normalised, "action": best, "log_prob": [log_prob], "entropy": [entropy]}
 
 
@@ -2421,46 +2610,41 @@ def gaussian(mean: list[float], std: list[float], space: dict[str, Any]) -> dict
 
 
 def gate_extras(r: Result, _: Path) -> str:
-    """The comparisons with the published result and the CPU follow from their numbers."""
+    """The comparisons with the published result and the CPU, and the times, follow from their numbers."""
     problems = []
     pinned_zero = r["checkpoint"]["sha256"] == CHECKPOINT_SHA256 and r["observation"] == [[0.0] * 4]
     problems.append(unequal(reference=(r["reference"], compare_with_published(r) if pinned_zero else None)))
     if r["reference"]:
         problems.append(unequal(within=(r["reference"]["within_tolerance"], True)))
-    if r["cpu_reference"]:
-        cpu = r["cpu_reference"]
-        problems.append(unequal(within=(cpu["within_tolerance"], True), rows=(cpu["rows"], r["rows"]),
-                                outputs=(sorted(cpu["outputs"]), sorted(r["outputs"])),
-                                agreement=(0 <= cpu["action_agreement"] <= 1, True)))
-    if r["benchmark"]:
+    if cpu := r["cpu_reference"]:
+        agreeing = cpu["action_agreement"] * cpu["rows"]
         problems.append(unequal(
-            equal=(r["benchmark"]["actions_equal_evidence"], True),
-            batches=([line["batch"] for line in r["benchmark"]["batches"]], list(BENCHMARK_BATCHES)),
+            within=(cpu["within_tolerance"], True), rows=(cpu["rows"], r["rows"]),
+            outputs=(list(cpu["outputs"]), list(r["outputs"])),
+            agreement=(math.isclose(agreeing + cpu["ties"], cpu["rows"], rel_tol=1e-9) and cpu["ties"] >= 0, True),
+            differences=(all(0 <= each["mean_abs_diff"] <= each["max_abs_diff"] * (1 + 1e-9)
+                             and abs(each["cosine"] or 0) <= 1 + 1e-9 for each in cpu["outputs"].values()), True)))
+    if timed := r["benchmark"]:
+        lines = [timed["single"], *timed["batches"]]
+        problems.append(unequal(
+            simulated=(timed["simulated"], r["simulated"]), warm_up=(timed["warm_up_passes"], BENCHMARK_WARM_UP),
+            equal=(timed["actions_equal_evidence"], True),
+            batches=([line["batch"] for line in lines], [1, *BENCHMARK_BATCHES]),
+            passes=([line["passes"] for line in timed["batches"]],
+                    [min(timed["single"]["passes"], BENCHMARK_BATCH_PASSES)] * len(BENCHMARK_BATCHES)),
             quantiles=(all(0 < line["p50_s"] <= line["p90_s"] <= line["p99_s"]
                            and math.isclose(line["rows_per_s"] * line["mean_s"], line["batch"])
-                           for line in (r["benchmark"]["single"], *r["benchmark"]["batches"])), True)))
+                           for line in lines), True)))
     return "; ".join(filter(None, problems))
 
 
-def gate_error(r: Result, _: Path) -> str:
-    """The exit code is that of the error, and the error that of the last stage."""
-    error = r["error"]
-    signals = {f"interrupted by {s.name}": 128 + s for s in SIGNALS}
-    code = signals.get(error["message"], 1) if error["type"] == "Interrupted" else FAILURE_CODES.get(error["type"], 1)
-    last = r["stages"][-1] if r["stages"] else {"name": "start", "outcome": "failed"}
-    return unequal(keys=(list(error), ["stage", "type", "message", "hint"]), exit_code=(r["exit_code"], int(code)),
-                   stage=(error["stage"], last["name"]), outcome=(last["outcome"], "failed"),
-                   before=(all(stage["outcome"] == "ok" for stage in (r["stages"] or [])[:-1]), True))
-
-
-GATES: dict[str, Callable[[Result, Path], str]] = {
-    "keys and types": gate_keys, "success": gate_success, "files": gate_files, "script": gate_script,
-    "checkpoint": gate_checkpoint, "command line": gate_argv, "log": gate_log, "marker": gate_marker,
-    "simulated": gate_simulated, "npu-smi": gate_npu_smi, "times": gate_times, "outputs": gate_outputs,
-    "distribution": gate_distribution, "references": gate_extras}
-FAILED_RUN_GATES: dict[str, Callable[[Result, Path], str]] = {
-    "keys and types": gate_keys, "error": gate_error, "files": gate_files, "script": gate_script, "log": gate_log,
-    "marker": gate_marker}
+GATES: dict[str, tuple[str, Callable[[Result, Path], str]]] = {  # the stage that a gate needs the run to have completed
+    "keys and types": ("", gate_keys), "outcome": ("", gate_outcome), "stages": ("", gate_stages),
+    "times": ("", gate_times), "files": ("", gate_files), "script": ("", gate_script),
+    "command line": ("", gate_argv), "log": ("", gate_log), "marker": ("", gate_marker),
+    "checkpoint": ("verify", gate_checkpoint), "npu": ("npu", gate_npu), "load": ("load", gate_load),
+    "npu-smi": ("npu", gate_npu_smi), "outputs": ("forward", gate_outputs),
+    "distribution": ("forward", gate_distribution), "references": ("forward", gate_extras)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
