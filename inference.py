@@ -35,6 +35,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import platform
 import re
 import select
@@ -47,7 +48,9 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
@@ -91,7 +94,9 @@ TOLERANCE = 1e-3  # relative for the value, absolute for the rest
 # What SB3 writes into a checkpoint, from 1.0rc0 to 2.9; anything else is no checkpoint of SB3's.
 REQUIRED_MEMBERS = {"data", "policy.pth", "policy.optimizer.pth"}
 OPTIONAL_MEMBERS = {"pytorch_variables.pth", "_stable_baselines3_version", "system_info.txt"}
-MAX_EXPANDED_BYTES = 128 << 20  # of the file, and of its members together: an MLP of 11 million parameters
+MAX_CHECKPOINT_BYTES = 128 << 20  # an MLP of 11 million parameters, with its optimizer's state
+MAX_DATA_BYTES = 8 << 20  # of `data`, mostly 15 kB
+MAX_INDEX_BYTES = 1 << 20  # of an archive's directory, and of the pickle that describes the tensors: mostly 2 kB
 
 OUTPUTS_FILE = "npu_outputs.npz"
 EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log", OUTPUTS_FILE)
@@ -191,11 +196,12 @@ def create_parser() -> argparse.ArgumentParser:
     extra = parser.add_argument_group("beside the evidence")
     extra.add_argument("--compare-cpu", action="store_true",
                        help="run the same weights and observations on the CPU too, as a reference for the NPU")
-    extra.add_argument("--tolerance", metavar="T", type=positive, default=TOLERANCE,
+    extra.add_argument("--tolerance", metavar="T", type=tolerance, default=TOLERANCE,
                        help="what --compare-cpu allows: absolute, relative above 1 (default: %(default)s)")
     extra.add_argument("--benchmark", metavar="N", type=count, default=0,
                        help="time N warm passes over one observation, and batches of 1, 16, 256 and 4096")
-    extra.add_argument("--check", metavar="DIR", nargs="?", const="", type=str,
+    checker = parser.add_argument_group("instead of a run")
+    checker.add_argument("--check", metavar="DIR", nargs="?", const="", type=str,
                        help="run nothing, but check an evidence set (default: logs beside this script)")
     return parser
 
@@ -225,18 +231,16 @@ def seconds(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return value
+def tolerance(text: str) -> float:
+    if not re.fullmatch(r"[0-9.eE+-]{1,20}", text) or not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return float(text)
 
 
 def count(text: str) -> int:
-    value = int(text)
-    if not 0 < value <= 1_000_000:
+    if not re.fullmatch(r"\d{1,7}", text) or not 0 < int(text) <= 1_000_000:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to 1000000")
-    return value
+    return int(text)
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -554,7 +558,7 @@ class Evidence:
         text: bytes = self.captured_stderr.read()
         self.captured_stderr.seek(0)
         self.captured_stderr.truncate()
-        self.pour(self.stderr_fd, text)
+        self.pour(self.stderr_fd, text + (b"\n" if text and not text.endswith(b"\n") else b""))
         return text
 
     def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
@@ -710,9 +714,10 @@ class Watcher:
         if watcher == 0:
             for fd in (news_fd, wakeup, evidence.lock_fd):  # the lock is the parent's alone
                 os.close(fd)
-            # flock tells holders apart by how they opened the file, and a fork shares that
-            evidence.pen_fd = os.open(f"/proc/self/fd/{evidence.pen_fd}", os.O_RDWR)
-            self.watch(news, caught, {code: write_end for code, (_, write_end) in exits.items()})
+            try:
+                self.watch(news, caught, {code: write_end for code, (_, write_end) in exits.items()})
+            finally:
+                os._exit(1)  # whatever happens: no second process goes on with the run
         os.close(news)
         os.close(caught)
         evidence.news_fd = news_fd
@@ -739,6 +744,8 @@ class Watcher:
     def watch(self, news: int, caught: int, exits: dict[int, int]) -> None:
         """What the second process does. Never returns."""
         parent, evidence, pending = os.getppid(), self.evidence, b""
+        # flock tells holders apart by how they opened the file, and a fork shares that
+        evidence.pen_fd = os.open(f"/proc/self/fd/{evidence.pen_fd}", os.O_RDWR)
 
         def listen() -> bool:
             """Take in what the parent tells; False when it has ended."""
@@ -755,8 +762,8 @@ class Watcher:
             ready = select.select([news, caught], [], [], left)[0]
             if news in ready and not listen():
                 break
-            if caught in ready:
-                failure = Interrupted(os.read(caught, 1)[0])
+            if caught in ready and (number := os.read(caught, 1)):
+                failure = Interrupted(number[0])
             elif not ready:
                 failure = device_timeout(evidence.stage)
         if failure:
@@ -774,10 +781,13 @@ class Watcher:
             evidence.release_stderr()
             evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library crashed; "
                               "no result was written; the CANN logs (plog) may tell more")
-            end_processes([evidence.npu_smi_pid])
-        with contextlib.suppress(Failure, OSError):  # another run may have begun
-            evidence.lock()
-            evidence.unlock()
+            end_group(evidence.npu_smi_pid)
+        for _ in range(100):  # the kernel releases the parent's lock a little after its pipes; or another run has it
+            with contextlib.suppress(Failure, OSError):
+                evidence.lock()
+                evidence.unlock()
+                break
+            time.sleep(0.01)
         os._exit(0)
 
 
@@ -816,6 +826,12 @@ def leave(evidence: Evidence, exit_code: int) -> None:
     os._exit(exit_code)
 
 
+def end_group(leader: int) -> None:
+    if leader:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
+
+
 def end_processes(pids: list[int]) -> None:
     for pid in pids:
         if pid not in (0, os.getpid()):
@@ -840,12 +856,12 @@ def descendants(pid: int) -> list[int]:
 
 @dataclass
 class Checkpoint:
-    """A verified checkpoint: its bytes, and what its `data` says in readable text."""
+    """A verified checkpoint: its bytes, what its `data` says in readable text, and the tensors of its policy."""
 
     raw: bytes
-    members: dict[str, bytes]
     data: dict[str, Any]
     network: Network
+    tensors: dict[str, SavedTensor]
     pinned: bool
 
 
@@ -866,8 +882,18 @@ class Network:
     observation: Box
     action: dict[str, Any]  # {"type": "Discrete", "n": 2} and the like; for "Box" its Box under "box"
     policy_kwargs: dict[str, Any] = field(default_factory=dict)
+    use_sde: bool = False
     activation: str = "Tanh"
     optimizer: str = "Adam"
+
+
+@dataclass
+class SavedTensor:
+    """A contiguous tensor as the file holds it: little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    content: bytes
 
 
 def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
@@ -897,13 +923,17 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
             replace_file(path, raw)
     if pinned:
         evidence.result.update(model_id=MODEL_ID, source_revision=SOURCE_REVISION, license=LICENSE)
-    members = read_members(raw)
+    members = zip_members(raw, "the archive")
+    refuse_unknown(members)
     data = read_data(members["data"])
-    network = read_network(data)
-    # A network far larger than the weights in the file is a trap for memory, not a policy.
-    if count_parameters(network) > len(members["policy.pth"]):
-        raise CheckpointRejected("data describes a network with more parameters than policy.pth has bytes")
-    return Checkpoint(raw, members, data, network, pinned)
+    tensors = read_policy(members)
+    network = read_network(data, len(members["policy.pth"]))
+    described, saved = tensor_shapes(network), {name: tensor.shape for name, tensor in tensors.items()}
+    for name in [*described, *saved]:
+        if described.get(name) != saved.get(name):
+            raise CheckpointRejected(f"policy.pth is not of the network that data describes: {name[:80]} is "
+                                     f"{saved.get(name)}, expected {described.get(name)}", NOT_SB3)
+    return Checkpoint(raw, data, network, tensors, pinned)
 
 
 FETCH_HINT = (f"fetch it: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision {SOURCE_REVISION} --local-dir . "
@@ -934,65 +964,217 @@ def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
             status = os.fstat(file.fileno())
             if not os.path.isfile(path):
                 raise CheckpointRejected(f"{shown} is not a regular file", "name a checkpoint with --checkpoint")
-            if status.st_size > MAX_EXPANDED_BYTES:
-                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_EXPANDED_BYTES}")
-            return file.read(MAX_EXPANDED_BYTES + 1), status.st_size
+            if status.st_size > MAX_CHECKPOINT_BYTES:
+                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}")
+            return file.read(MAX_CHECKPOINT_BYTES + 1), status.st_size
     except OSError as error:
         hint = FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else "name a checkpoint with --checkpoint"
         raise CheckpointRejected(f"{shown}: {error.strerror}", hint) from error
 
 
-def read_members(raw: bytes) -> dict[str, bytes]:
-    """The members of the archive, by name. Refuses whatever SB3 does not write, and what expands past the limit."""
-    hint = "this is no file that SB3's PPO.save wrote"
+NOT_SB3 = "this is no file that SB3's PPO.save wrote"
+
+
+def zip_members(raw: bytes, what: str) -> dict[str, bytes]:
+    """The members of a zip archive, by name. Refuses an archive in which two readers could see two different things.
+
+    zipfile and torch's reader look for the directory in different ways, and either can be shown other members than the
+    other. So nothing is left to find: the end record is at the end, the directory right before it, the members adjoin
+    from the first byte on, their two headers agree, and all are stored plainly, as SB3 and torch.save write them
+    (which also ends zip bombs). Formats: APPNOTE.TXT of PKWARE, 4.3.
+    """
+    def refuse(reason: str) -> CheckpointRejected:
+        return CheckpointRejected(f"{what} {reason}", NOT_SB3)
+
+    end = len(raw) - 22
+    if end < 0 or raw[end:end + 4] != b"PK\5\6":
+        raise refuse("is no zip archive, or has bytes after its end")
+    disk, directory_disk, here, entries, size, offset, comment = struct.unpack("<HHHHLLH", raw[end + 4:])
+    directory_end = end
+    if raw[max(0, end - 20):end].startswith(b"PK\6\7"):  # zip64, as torch writes it: it must repeat the end record
+        directory_end = end - 76
+        record = raw[max(0, directory_end):end]
+        if (record[:12] != b"PK\6\6" + struct.pack("<Q", 44)
+                or record[16:56] != struct.pack("<LLQQQQ", 0, 0, entries, entries, size, offset)
+                or record[60:] != struct.pack("<LQL", 0, directory_end, 1)):
+            raise refuse("has two end records that differ")
+    if disk or directory_disk or here != entries or comment or offset + size != directory_end or size > MAX_INDEX_BYTES:
+        raise refuse("has a directory that is not where its end record says, or too large")
+    members: dict[str, bytes] = {}
+    position = 0
     try:
-        archive = zipfile.ZipFile(io.BytesIO(raw))
-        infos = archive.infolist()
-        names = [info.filename for info in infos]
-        if not (raw.startswith(b"PK\3\4") and raw[-22:-18] == b"PK\5\6" and infos and infos[0].header_offset == 0):
-            raise CheckpointRejected("the archive has bytes before its first or after its last member", hint)
-        if len(set(names)) != len(names):
-            raise CheckpointRejected("the archive has two members of the same name", hint)
-        if missing := sorted(REQUIRED_MEMBERS - set(names)):
-            raise CheckpointRejected(f"the archive lacks {', '.join(missing)}", hint)
-        if unknown := sorted(set(names) - REQUIRED_MEMBERS - OPTIONAL_MEMBERS):
-            raise CheckpointRejected(f"the archive has unknown members: {', '.join(map(ascii, unknown))[:200]}", hint)
-        refuse_expansion(infos, "the archive")
-        members = {info.filename: archive.read(info) for info in infos}
-        for name, content in members.items():
-            if name.endswith(".pth") and content.startswith(b"PK"):  # else torch's legacy format, which stores plainly
-                inner = zipfile.ZipFile(io.BytesIO(content)).infolist()
-                refuse_expansion(inner, name)
-                if any(info.compress_type != zipfile.ZIP_STORED for info in inner):
-                    raise CheckpointRejected(f"{name} is compressed, which torch.save never does", hint)
-        return members
+        for info in zipfile.ZipFile(io.BytesIO(raw)).infolist():
+            name, length = info.filename, info.file_size
+            if info.orig_filename != name or not name.isascii() or not name.isprintable() or name in members:
+                raise refuse(f"has a member with an odd name, or twice: {name[:80]!r}")
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != length:
+                raise refuse(f"has a compressed member: {name[:80]}")
+            if info.flag_bits & ~0x808:  # all but a data descriptor and UTF-8
+                raise refuse(f"has an encrypted member: {name[:80]}")
+            signature, _, flags, method, _, _, crc, packed, unpacked, name_length, extra_length = struct.unpack_from(
+                "<4sHHHHHLLLHH", raw, position)
+            content = position + 30 + name_length + extra_length
+            deferred = bool(flags & 8)  # the sizes follow the content; 0xFFFFFFFF: they are in the zip64 field
+            sizes = [(length, length), (0xFFFFFFFF, 0xFFFFFFFF), *([(0, 0)] if deferred else [])]
+            if (signature != b"PK\3\4" or info.header_offset != position or method or flags != info.flag_bits
+                    or raw[position + 30:position + 30 + name_length] != name.encode()
+                    or (crc != info.CRC and not deferred) or (packed, unpacked) not in sizes):
+                raise refuse(f"has a member whose two headers differ: {name[:80]}")
+            members[name] = raw[content:content + length]
+            position = content + length
+            if zlib.crc32(members[name]) != info.CRC:
+                raise refuse(f"has a damaged member: {name[:80]}")
+            if deferred:
+                descriptors = [b"PK\7\10" + struct.pack(form, info.CRC, length, length) for form in ("<LLL", "<LQQ")]
+                found = [d for d in descriptors if raw.startswith(d, position)]
+                if not found:
+                    raise refuse(f"has a member whose two headers differ: {name[:80]}")
+                position += len(found[0])
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise refuse(f"is not readable: {error}") from error
+    if position != offset:
+        raise refuse("has bytes between its members")
+    return members
+
+
+def refuse_unknown(members: dict[str, bytes]) -> None:
+    if missing := sorted(REQUIRED_MEMBERS - set(members)):
+        raise CheckpointRejected(f"the archive lacks {', '.join(missing)}", NOT_SB3)
+    if unknown := sorted(set(members) - REQUIRED_MEMBERS - OPTIONAL_MEMBERS):
+        raise CheckpointRejected(f"the archive has unknown members: {', '.join(unknown)[:200]}", NOT_SB3)
+    if len(members["data"]) > MAX_DATA_BYTES:
+        raise CheckpointRejected(f"data has {len(members['data'])} bytes, more than {MAX_DATA_BYTES}", NOT_SB3)
+
+
+def read_policy(members: dict[str, bytes]) -> dict[str, SavedTensor]:
+    """policy.pth as {name: float32 tensor}; the two other .pth members are held to what SB3 writes there."""
+    variables = read_pth("pytorch_variables.pth", members) if "pytorch_variables.pth" in members else None
+    if variables is not None and not (isinstance(variables, dict) and all(v is None for v in variables.values())):
+        raise CheckpointRejected("pytorch_variables.pth holds values, which would overwrite the policy's", NOT_SB3)
+    if not is_optimizer_state(read_pth("policy.optimizer.pth", members)):
+        raise CheckpointRejected("policy.optimizer.pth is not the state of an optimizer", NOT_SB3)
+    policy = read_pth("policy.pth", members)
+    if not isinstance(policy, dict) or not all(
+            type(name) is str and isinstance(tensor, SavedTensor) for name, tensor in policy.items()):
+        raise CheckpointRejected("policy.pth is no dictionary of tensors", NOT_SB3)
+    for name, tensor in policy.items():
+        if tensor.dtype != "float32":
+            raise CheckpointRejected(f"policy.pth: {name[:80]} is {tensor.dtype}, not float32", NOT_SB3)
+        # A sum is finite when all that it adds up is: no float32 is large enough to overflow it.
+        if not math.isfinite(sum(memoryview(tensor.content).cast("f"))):
+            raise CheckpointRejected(f"policy.pth: {name[:80]} holds NaN or infinite weights")
+    return policy
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """{"state": {number: {name: number or tensor}}, "param_groups": [{name: number, text or list of numbers}]}"""
+    def plain(item: Any) -> bool:
+        return item is None or type(item) in (bool, int, float, str)
+
+    def plain_or_list(item: Any) -> bool:
+        return plain(item) or (type(item) in (list, tuple) and all(map(plain, item)))
+
+    return (isinstance(value, dict) and set(value) == {"state", "param_groups"}
+            and isinstance(value["state"], dict) and type(value["param_groups"]) is list
+            and all(isinstance(of, dict) and all(plain(item) or isinstance(item, SavedTensor) for item in of.values())
+                    for of in value["state"].values())
+            and all(isinstance(group, dict) and all(map(plain_or_list, group.values()))
+                    for group in value["param_groups"]))
+
+
+def read_pth(name: str, members: dict[str, bytes]) -> Any:
+    """What torch.save wrote, read without torch and without running anything that the pickle asks for."""
+    if not members[name].startswith(b"PK\3\4"):
+        raise CheckpointRejected(f"{name} is not in the zip format of torch since 1.6", NOT_SB3)
+    records = zip_members(members[name], name)
+    root = next(iter(records), "").partition("/")[0]
+    known = {f"{root}/{record}" for record in ("data.pkl", "version", "byteorder", ".data/serialization_id",
+                                               ".format_version", ".storage_alignment")}
+    if unknown := [record for record in records if record not in known and not record.startswith(f"{root}/data/")]:
+        raise CheckpointRejected(f"{name} has unknown records: {', '.join(unknown)[:200]}", NOT_SB3)
+    pickled = records.get(f"{root}/data.pkl", b"")
+    if len(pickled) > MAX_INDEX_BYTES or records.get(f"{root}/byteorder", b"little") != b"little":
+        raise CheckpointRejected(f"{name} is too large, or big-endian", NOT_SB3)
+    try:
+        return TensorUnpickler(name, pickled, {record.rpartition("/")[2]: content for record, content in records.items()
+                                               if record.startswith(f"{root}/data/")}).load()
     except Failure:
         raise
-    except Exception as error:  # whatever zipfile, zlib and struct raise on a damaged archive
-        raise CheckpointRejected(f"not a readable zip archive: {error}", hint) from error
+    except Exception as error:  # the unpickler on untrusted input: anything, and none of it a bug
+        raise CheckpointRejected(f"{name} is no plain dictionary of tensors: {type(error).__name__}",
+                                 NOT_SB3) from error
 
 
-def refuse_expansion(infos: list[zipfile.ZipInfo], what: str) -> None:
-    total = sum(info.file_size for info in infos)
-    if total > MAX_EXPANDED_BYTES:
-        raise CheckpointRejected(f"{what} expands to {total} bytes, more than {MAX_EXPANDED_BYTES}")
+class StateDict(dict[Any, Any]):
+    """Stands for collections.OrderedDict, without room for attributes that would shadow its methods."""
+
+    __slots__ = ()
+
+    def __setstate__(self, attributes: Any) -> None:
+        if set(attributes) - {"_metadata"}:
+            raise CheckpointRejected("a dictionary of tensors has attributes", NOT_SB3)
+
+
+# The pure Python unpickler: the one in C makes room for as many objects as a pickle says that it has.
+class TensorUnpickler(pickle._Unpickler):
+    """Knows three names (a dictionary, a storage, the function that torch makes a tensor with), none of them real."""
+
+    STORAGES = {"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",  # noqa: RUF012
+                "LongStorage": "int64", "IntStorage": "int32", "BoolStorage": "bool", "ByteStorage": "uint8"}
+
+    def __init__(self, name: str, pickled: bytes, storages: dict[str, bytes]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.name, self.storages = name, storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return StateDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self.tensor
+        if module == "torch" and name in self.STORAGES:
+            return self.STORAGES[name]
+        raise CheckpointRejected(f"{self.name} asks for {module[:60]}.{name[:60]}, which is no tensor",
+                                 "nothing in a checkpoint is run")
+
+    def persistent_load(self, reference: Any) -> tuple[str, bytes]:
+        kind, dtype, key, _, count = reference
+        width = 1 if dtype in ("bool", "uint8") else int(dtype[-2:]) // 8
+        if kind != "storage" or type(count) is not int or len(self.storages[key]) != count * width:
+            raise CheckpointRejected(f"{self.name}: a storage has not the size that is stated", NOT_SB3)
+        return dtype, self.storages[key]
+
+    def tensor(self, storage: tuple[str, bytes], offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
+               *_: Any) -> SavedTensor:
+        dtype, content = storage
+        width = 1 if dtype in ("bool", "uint8") else int(dtype[-2:]) // 8
+        steps: list[int] = []
+        size = 1
+        for length in reversed(shape):
+            steps.insert(0, size)
+            size *= length
+        if (not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))
+                or any(stride != step for stride, step, length in zip(strides, steps, shape, strict=True) if length > 1)
+                or (offset + size) * width > len(content)):
+            raise CheckpointRejected(f"{self.name} has a tensor that is not contiguous, or larger than its storage",
+                                     NOT_SB3)
+        return SavedTensor(dtype, tuple(shape), content[offset * width:(offset + size) * width])
 
 
 def read_data(text: bytes) -> dict[str, Any]:
     try:
         data = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"data is not JSON: {type(error).__name__}") from error
+        raise CheckpointRejected(f"data is not JSON: {type(error).__name__}", NOT_SB3) from error
     if not isinstance(data, dict):
-        raise CheckpointRejected("data is not a JSON object")
+        raise CheckpointRejected("data is not a JSON object", NOT_SB3)
     for key in ("policy_class", "policy_kwargs", "observation_space", "action_space"):
         if not isinstance(data.get(key), dict):
-            raise CheckpointRejected(f"data lacks {key}, or it is not an object")
+            raise CheckpointRejected(f"data lacks {key}, or it is not an object", NOT_SB3)
     return data
 
 
-def read_network(data: dict[str, Any]) -> Network:
-    """Spaces, architecture and policy arguments from the readable text in `data`.
+def read_network(data: dict[str, Any], limit: int) -> Network:
+    """Spaces, architecture and policy arguments from the readable text in `data`; no space larger than `limit`.
 
     SB3 writes a value that JSON cannot hold as cloudpickle, and beside it the text of its first level
     (stable_baselines3.common.save_util.data_to_json). That text differs a little over the years: gym and gymnasium,
@@ -1001,12 +1183,15 @@ def read_network(data: dict[str, Any]) -> Network:
     policy = data["policy_class"]
     if (policy.get("__module__") != "stable_baselines3.common.policies"
             or not str(policy.get("__init__")).startswith("<function ActorCriticPolicy.__init__ ")):
-        raise CheckpointRejected(f"policy_class is {text_of(policy, '__module__')} {text_of(policy, '__init__')}, "
-                                 "not SB3's ActorCriticPolicy", "only PPO with MlpPolicy can be run")
-    if not isinstance(data.get("use_sde", False), bool):
-        raise CheckpointRejected("use_sde is neither true nor false")
-    network = Network(read_box(data["observation_space"], "observation_space"), read_action_space(data["action_space"]))
+        raise CheckpointRejected(f"policy_class is {text_of(policy, '__module__')[:80]} "
+                                 f"{text_of(policy, '__init__')[:80]}, not SB3's ActorCriticPolicy",
+                                 "only PPO with MlpPolicy can be run")
+    network = Network(read_box(data["observation_space"], "observation_space", limit),
+                      read_action_space(data["action_space"], limit))
     read_policy_kwargs(data["policy_kwargs"], network)
+    network.use_sde = data.get("use_sde", False)
+    if type(network.use_sde) is not bool or (network.use_sde and "box" not in network.action):
+        raise CheckpointRejected("use_sde is not true or false, or true without a Box of actions", NOT_SB3)
     return network
 
 
@@ -1015,9 +1200,9 @@ def text_of(entry: dict[str, Any], *names: str) -> str:
     return next((str(entry[name]) for name in names if entry.get(name) is not None), "")[:1 << 20]
 
 
-def class_name(text: str) -> str:
-    """Box of "<class 'gymnasium.spaces.box.Box'>"."""
-    match = re.fullmatch(r"<class '[\w.]*?(\w+)'>", text)
+def class_name(text: str, module: str) -> str:
+    """Box of "<class 'gymnasium.spaces.box.Box'>", when it is of the given module; "" for any other."""
+    match = re.fullmatch(rf"<class '{module}\.(\w+)'>", text) if len(text) < 200 else None
     return match[1] if match else ""
 
 
@@ -1028,17 +1213,18 @@ def integers(text: str, what: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d{1,9}", text)]
 
 
-def read_box(space: dict[str, Any], what: str) -> Box:
-    kind = class_name(text_of(space, ":type:"))
+def read_box(space: dict[str, Any], what: str, limit: int) -> Box:
+    kind = class_name(text_of(space, ":type:"), SPACES)
     if kind != "Box":
         raise CheckpointRejected(f"{what} is {kind or 'unreadable'}, not a Box", "other spaces cannot be run")
     shape = tuple(integers(text_of(space, "_shape", "shape"), f"{what}.shape"))
-    dtype = re.sub(r".*'numpy\.(\w+)'.*", r"\1", text_of(space, "dtype"))
+    dtype = text_of(space, "dtype")[:60]
+    dtype = class_name(dtype, "numpy") or dtype
     if not re.fullmatch(r"float(16|32|64)|u?int(8|16|32|64)", dtype):
         raise CheckpointRejected(f"{what}.dtype cannot be read: {dtype[:60]!r}")
     size = math.prod(shape)
-    if not 0 < size <= MAX_EXPANDED_BYTES:
-        raise CheckpointRejected(f"{what} has {size} elements")
+    if not 0 < size <= limit or len(shape) > 32:  # numpy's limit
+        raise CheckpointRejected(f"{what} has the shape {str(shape)[:80]}, too large for the weights in policy.pth")
     bounds = []
     for name, unbounded in (("low", -math.inf), ("high", math.inf)):
         text = text_of(space, f"{name}_repr", name)
@@ -1053,10 +1239,10 @@ def read_box(space: dict[str, Any], what: str) -> Box:
     return Box(shape, dtype, *bounds)
 
 
-def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
-    kind = class_name(text_of(space, ":type:"))
+def read_action_space(space: dict[str, Any], limit: int) -> dict[str, Any]:
+    kind = class_name(text_of(space, ":type:"), SPACES)
     if kind == "Box":
-        return {"type": kind, "box": read_box(space, "action_space")}
+        return {"type": kind, "box": read_box(space, "action_space", limit)}
     counts = {name: integers(text_of(space, name), f"action_space.{name}") for name in ("n", "nvec")}
     if kind in ("Discrete", "MultiBinary") and len(counts["n"]) == 1 and counts["n"][0] > 0:
         return {"type": kind, "n": counts["n"][0]}
@@ -1066,30 +1252,35 @@ def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
                              "Discrete, MultiDiscrete, MultiBinary and Box can be run")
 
 
+SPACES = r"gym(?:nasium)?\.spaces\.\w+"
 ACTIVATIONS = {"ReLU", "Tanh", "ELU", "LeakyReLU", "GELU", "SELU", "SiLU", "Sigmoid"}
+OPTIMIZERS = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "SGD"}
 PLAIN_POLICY_KWARGS = {"ortho_init": bool, "use_sde": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
-                       "share_features_extractor": bool, "normalize_images": bool, "log_std_init": (int, float),
-                       "optimizer_kwargs": dict}
+                       "share_features_extractor": bool, "normalize_images": bool}
+UNUSED_POLICY_KWARGS = ("device", "optimizer_kwargs", "log_std_init")  # of training, or overwritten by the weights
 
 
 def read_policy_kwargs(saved: dict[str, Any], network: Network) -> None:
+    if ":serialized:" in saved and set(saved) <= {":type:", ":serialized:"}:
+        raise CheckpointRejected("policy_kwargs has no readable text beside what is serialised", NOT_SB3)
     for name, value in saved.items():
-        what = f"policy_kwargs.{name}"
-        if name in (":type:", ":serialized:", "device"):
-            continue  # the device is this program's to choose
+        what = f"policy_kwargs.{name[:60]}"
+        if name in (":type:", ":serialized:", *UNUSED_POLICY_KWARGS):
+            continue
         if name == "net_arch":
             network.policy_kwargs[name] = read_net_arch(value)
         elif name == "activation_fn":
-            network.activation = class_name(str(value))
+            network.activation = class_name(str(value), r"torch\.nn\.modules\.activation")
             if network.activation not in ACTIVATIONS:
                 raise CheckpointRejected(f"{what} is {str(value)[:80]}", f"known are {', '.join(sorted(ACTIVATIONS))}")
-        elif name == "optimizer_class" and re.fullmatch(r"<class 'torch\.optim\.\w+\.\w+'>", str(value)):
-            network.optimizer = class_name(str(value))
-        elif name == "features_extractor_class" and class_name(str(value)) == "FlattenExtractor":
+        elif name == "optimizer_class" and class_name(str(value), r"torch\.optim\.\w+") in OPTIMIZERS:
+            network.optimizer = class_name(str(value), r"torch\.optim\.\w+")
+        elif name == "features_extractor_class" and class_name(
+                str(value), r"stable_baselines3\.common\.torch_layers") == "FlattenExtractor":
             continue
         elif value is None or (name == "features_extractor_kwargs" and value == {}):
             continue  # SB3's default
-        elif name in PLAIN_POLICY_KWARGS and isinstance(value, PLAIN_POLICY_KWARGS[name]):  # type: ignore[arg-type]
+        elif name in PLAIN_POLICY_KWARGS and isinstance(value, PLAIN_POLICY_KWARGS[name]):
             network.policy_kwargs[name] = value
         else:
             raise CheckpointRejected(f"{what} cannot be rebuilt: {str(value)[:80]!r}")
@@ -1114,16 +1305,25 @@ def read_net_arch(value: Any) -> dict[str, list[int]] | None:
     return towers
 
 
-def count_parameters(network: Network) -> int:
-    """Weights and biases of the network that `data` describes, the standard deviations left out."""
+def tensor_shapes(network: Network) -> dict[str, tuple[int, ...]]:
+    """The tensors that SB3 makes for this network, with their shapes (stable_baselines3.common.policies)."""
     towers = network.policy_kwargs.get("net_arch") or {"pi": [64, 64], "vf": [64, 64]}
     action = network.action
-    outputs = math.prod(action["box"].shape) if "box" in action else sum(action.get("nvec", [action.get("n", 0)]))
-    total = 0
-    for tower, last in (("pi", outputs), ("vf", 1)):
-        sizes = [math.prod(network.observation.shape), *towers[tower], last]
-        total += sum((below + 1) * above for below, above in itertools.pairwise(sizes))
-    return total
+    outputs = math.prod(action["box"].shape) if "box" in action else sum(action.get("nvec") or [action["n"]])
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tower, layers, head, width in (("pi", "policy_net", "action_net", outputs),
+                                       ("vf", "value_net", "value_net", 1)):
+        below = math.prod(network.observation.shape)
+        # every other module of a tower is its activation, which has no weights
+        names = [f"mlp_extractor.{layers}.{2 * number}" for number in range(len(towers[tower]))]
+        for name, above in zip([*names, head], [*towers[tower], width], strict=True):
+            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (above, below), (above,)
+            below = above
+        if tower == "pi" and "box" in action:
+            full = network.policy_kwargs.get("full_std", True)
+            latent = (towers["pi"] or [math.prod(network.observation.shape)])[-1]
+            shapes["log_std"] = (latent, outputs if full else 1) if network.use_sde else (outputs,)
+    return shapes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1138,12 +1338,15 @@ class Observations:
     rows: numpy.ndarray[Any, Any]
     source: str  # of an error message: what a row is called
     first: int = 0  # number of the first row in the file
+    in_chunks: bool = True  # what the command line holds goes through in one
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def chunk_rows(self) -> int:
         """Rows of one pass: a fixed number, so that memory does not grow with the file."""
+        if not self.in_chunks:
+            return len(self)
         return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * math.prod(self.rows.shape[1:]))))
 
     def chunks(self) -> Iterator[numpy.ndarray[Any, Any]]:
@@ -1164,7 +1367,11 @@ class Observations:
 
 def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence: Evidence) -> Observations:
     """The observations that the command line names, all of them checked."""
-    import numpy
+    try:
+        import numpy
+    except ImportError as error:
+        raise NpuUnavailable(f"numpy cannot be imported: {first_line(error)}",
+                             f"python3 -m pip install -r requirements.txt; {TRY_SIMULATOR}") from error
 
     if args.observations is None:
         if args.shard != (1, 1):
@@ -1172,7 +1379,7 @@ def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence
         value = nested_zeros(shape) if args.observation is None else args.observation
         for rows in ([value], value):
             if all(has_shape(row, shape) for row in rows):
-                observations = Observations(numpy.array(rows, dtype=numpy.float64), "observation")
+                observations = Observations(numpy.array(rows, dtype=numpy.float64), "observation", in_chunks=False)
                 break
         else:
             raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or "
@@ -1511,69 +1718,27 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
         raise LoadFailed(f"stable_baselines3 cannot be imported: {first_line(error)}",
                          "python3 -m pip install -r requirements.txt") from error
     watcher.enter("load")
-    saved = read_tensors(checkpoint, torch)
-    objects = custom_objects(checkpoint, torch, PPO)
+    if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 6):
+        raise LoadFailed(f"torch {torch.__version__} cannot load untrusted weights safely", "use torch 2.6 or newer")
     started = time.monotonic()
     try:
-        import warnings
+        objects = custom_objects(checkpoint, torch, PPO)
         with warnings.catch_warnings():
             # advice for training speed: here the NPU is the point
             warnings.filterwarnings("ignore", message="You are trying to run PPO on the GPU")
             model = PPO.load(io.BytesIO(checkpoint.raw), device=DEVICE, custom_objects=objects)
         torch.npu.synchronize()
-    except Exception as error:  # SB3 on untrusted input: any of a dozen kinds, none of them a bug here
+    except Failure:
+        raise
+    except Exception as error:  # SB3 and gymnasium on untrusted input: any of a dozen kinds, none of them a bug here
         raise LoadFailed(f"PPO.load: {type(error).__name__}: {first_line(error)}",
                          f"the checkpoint and this SB3 do not fit, or the device failed: {DEVICE_HINT}") from error
     load_s = time.monotonic() - started
     model.policy.set_training_mode(False)
     evidence.result.update(load_s=round(load_s, 6), policy_class=type(model.policy).__name__,
                            model_device=str(model.policy.device))
-    check_placement(model.policy, saved, torch, evidence)
+    check_placement(model.policy, checkpoint.tensors, evidence)
     return model
-
-
-def read_tensors(checkpoint: Checkpoint, torch: Any) -> dict[str, torch.Tensor]:
-    """policy.pth as {name: CPU tensor}, by the restricted unpickler. Refuses what SB3 does not write into the file."""
-    if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 6):
-        raise LoadFailed(f"torch {torch.__version__} cannot load untrusted weights safely", "use torch 2.6 or newer")
-    loaded = {}
-    for name in ("policy.pth", "policy.optimizer.pth", "pytorch_variables.pth"):
-        if name in checkpoint.members:
-            try:
-                loaded[name] = torch.load(io.BytesIO(checkpoint.members[name]), map_location="cpu", weights_only=True)
-            except Exception as error:  # the unpickler on untrusted input
-                raise LoadFailed(f"{name}: {type(error).__name__}: {first_line(error)}",
-                                 "only plain tensors are loaded, never pickled code") from error
-            for tensor in tensors_in(loaded[name], torch):
-                # a stride of 0 makes a few bytes look like gigabytes
-                if tensor.numel() * tensor.element_size() > len(checkpoint.members[name]):
-                    raise LoadFailed(f"{name} has a tensor of shape {list(tensor.shape)}, larger than the file")
-    variables = loaded.get("pytorch_variables.pth")
-    if variables is not None and not (isinstance(variables, dict) and all(v is None for v in variables.values())):
-        raise LoadFailed("pytorch_variables.pth holds values: PPO has none, and they would overwrite the policy's")
-    policy = loaded["policy.pth"]
-    if not isinstance(policy, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in policy.items()):
-        raise LoadFailed("policy.pth is no dictionary of tensors")
-    for name, tensor in policy.items():
-        if tensor.dtype != torch.float32 or tensor.layout != torch.strided:
-            raise LoadFailed(f"policy.pth: {name[:80]} is {tensor.dtype} ({tensor.layout}), not torch.float32")
-        if not torch.isfinite(tensor).all():
-            raise LoadFailed(f"policy.pth: {name[:80]} holds NaN or infinite weights")
-    return policy
-
-
-def tensors_in(value: Any, torch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries and lists, such as an optimiser's state."""
-    todo = [value]
-    while todo:
-        value = todo.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, dict):
-            todo.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            todo.extend(value)
 
 
 def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> dict[str, Any]:
@@ -1625,7 +1790,7 @@ def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> 
     return objects
 
 
-def check_placement(policy: Any, saved: dict[str, torch.Tensor], torch: Any, evidence: Evidence) -> None:
+def check_placement(policy: Any, saved: dict[str, SavedTensor], evidence: Evidence) -> None:
     tensors = policy.state_dict()
     parameters = list(policy.parameters())
     devices = sorted({str(tensor.device) for tensor in (*parameters, *policy.buffers(), *tensors.values())})
@@ -1637,17 +1802,13 @@ def check_placement(policy: Any, saved: dict[str, torch.Tensor], torch: Any, evi
         raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
     # Bit for bit: what PPO.load made of the file against what the file holds.
     differing = sorted(set(tensors) ^ set(saved)) or [
-        name for name, tensor in tensors.items() if not same_bits(tensor.cpu(), saved[name])]
+        name for name, tensor in tensors.items()
+        if tuple(tensor.shape) != saved[name].shape or tensor.cpu().numpy().tobytes() != saved[name].content]
     evidence.result["params_match_checkpoint"] = not differing
     evidence.log("bits")
     if differing:
         raise LoadFailed(f"on {DEVICE}, these differ from the checkpoint: {', '.join(differing)[:200]}",
                          "the copy to the device is at fault, or the file overwrites its own weights")
-
-
-def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.dtype == other.dtype and tensor.shape == other.shape
-            and tensor.contiguous().numpy().tobytes() == other.contiguous().numpy().tobytes())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1817,8 +1978,11 @@ def bounded_output(command: list[str], evidence: Evidence) -> tuple[bytes, str]:
         deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
         output, wrong = b"", ""
         while not wrong:
-            if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
+            if not select.select([pipe], [], [], 0.1)[0]:
+                if child.poll() is not None:
+                    break  # a process that it started may keep the pipe open
+                if time.monotonic() > deadline:
+                    wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
             elif not (piece := os.read(pipe.fileno(), 65536)):
                 break
             else:
@@ -1829,10 +1993,9 @@ def bounded_output(command: list[str], evidence: Evidence) -> tuple[bytes, str]:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.1, deadline - time.monotonic()))
     if child.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
         wrong = wrong or "closed its output but did not end"
+    end_group(child.pid)
+    child.wait()
     evidence.npu_smi_pid = 0
     evidence.tell_watcher()
     if not wrong and child.returncode:
@@ -2727,10 +2890,12 @@ def main(argv: list[str] | None = None) -> int:
         stage = evidence.stage if evidence else "usage"
         if isinstance(error, (RuntimeError, MemoryError)) and stage in STAGE_FAILURES:
             failure = STAGE_FAILURES[stage](f"{type(error).__name__}: {first_line(error)}", DEVICE_HINT)
+        elif isinstance(error, OSError):  # of the evidence's files: what can fail elsewhere is caught there
+            failure = EvidenceUnwritable(f"{type(error).__name__}: {error.strerror}", "look at the disk and the limits")
         elif not isinstance(error, Failure):
             traceback.print_exc()
         if evidence is None:
-            print(f"inference.py: {stage}: {error}", file=sys.stderr)
+            print(f"inference.py: {stage}: {log_text(str(failure))}", file=sys.stderr)
             return failure.code if isinstance(failure, Failure) else 1
         code = evidence.conclude(failure)
     leave(evidence, code)
