@@ -14,7 +14,7 @@ use_simulator
 cd -- "$project"
 if [[ $# -eq 0 ]]; then
   "$test_python" -m ruff check --quiet .
-  "$test_python" -m mypy --no-error-summary inference.py
+  "$test_python" -m mypy --no-error-summary inference.py assets/render.py
   if command -v shellcheck >/dev/null; then
     shellcheck tests/*.sh tests/cannsim/*.sh .ci/run
   fi

@@ -361,4 +361,15 @@ aclError aclGetCompileopt(aclCompileOpt opt, char *value, size_t length) {
   return 0;
 }
 
+// Of the collectives only this is called with one device: torch_npu looks it up, passes on every change of determinism,
+// and fills stderr with warnings when it is absent.
+int HcclSetConfig(int config, int value) {
+  CANNSIM_ENTER();
+  const int deterministic = 0;  // HCCL_DETERMINISTIC, the one that torch_npu sets
+  if (config != deterministic || (value != 0 && value != 1)) {
+    return fail(ACL_ERROR_INVALID_PARAM, "HcclSetConfig: no such setting");
+  }
+  return 0;
+}
+
 }  // extern "C"
