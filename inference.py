@@ -13,6 +13,9 @@ The stages, in the order they run (and the order in which this file reads):
   forward   one deterministic pass on npu:0, run twice and compared bit for bit
   final     the log is closed and sealed, then logs/npu_result.json is written: last, and atomically
 
+Before them stand what all of them use: the command line, the log's lines, the evidence, the watcher. After them stands
+--check, which runs nothing and recomputes what an evidence set states.
+
 Exit codes: 0 success, 1 a bug in this program, 2 usage, 3 checkpoint missing or rejected, 4 no NPU, 5 loading or
 placement failed, 6 forward failed or the device hung, 7 evidence cannot be written or another run is writing it,
 8 --check found no good run, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
@@ -884,7 +887,6 @@ class Network:
     policy_kwargs: dict[str, Any] = field(default_factory=dict)
     use_sde: bool = False
     activation: str = "Tanh"
-    optimizer: str = "Adam"
 
 
 @dataclass
@@ -1254,10 +1256,10 @@ def read_action_space(space: dict[str, Any], limit: int) -> dict[str, Any]:
 
 SPACES = r"gym(?:nasium)?\.spaces\.\w+"
 ACTIVATIONS = {"ReLU", "Tanh", "ELU", "LeakyReLU", "GELU", "SELU", "SiLU", "Sigmoid"}
-OPTIMIZERS = {"Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "SGD"}
 PLAIN_POLICY_KWARGS = {"ortho_init": bool, "use_sde": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
                        "share_features_extractor": bool, "normalize_images": bool}
-UNUSED_POLICY_KWARGS = ("device", "optimizer_kwargs", "log_std_init")  # of training, or overwritten by the weights
+# Of training, or overwritten by the weights.
+UNUSED_POLICY_KWARGS = ("device", "optimizer_class", "optimizer_kwargs", "log_std_init")
 
 
 def read_policy_kwargs(saved: dict[str, Any], network: Network) -> None:
@@ -1273,8 +1275,6 @@ def read_policy_kwargs(saved: dict[str, Any], network: Network) -> None:
             network.activation = class_name(str(value), r"torch\.nn\.modules\.activation")
             if network.activation not in ACTIVATIONS:
                 raise CheckpointRejected(f"{what} is {str(value)[:80]}", f"known are {', '.join(sorted(ACTIVATIONS))}")
-        elif name == "optimizer_class" and class_name(str(value), r"torch\.optim\.\w+") in OPTIMIZERS:
-            network.optimizer = class_name(str(value), r"torch\.optim\.\w+")
         elif name == "features_extractor_class" and class_name(
                 str(value), r"stable_baselines3\.common\.torch_layers") == "FlattenExtractor":
             continue
@@ -1741,6 +1741,16 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
     return model
 
 
+class NoOptimizer:
+    """In the optimizer's place: a run trains nothing, and torch.optim would import torch's compiler for a second."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def load_state_dict(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> dict[str, Any]:
     """A value for every key of `data` that is serialised or that steers SB3's loading, so that nothing is unpickled."""
     import gymnasium.spaces
@@ -1767,8 +1777,7 @@ def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> 
         "policy_class": ActorCriticPolicy,
         # without the orthogonal initialisation: slow, and overwritten with the file's weights at once
         "policy_kwargs": {**network.policy_kwargs, "ortho_init": False,
-                          "activation_fn": getattr(torch.nn, network.activation),
-                          "optimizer_class": getattr(torch.optim, network.optimizer)},
+                          "activation_fn": getattr(torch.nn, network.activation), "optimizer_class": NoOptimizer},
         "observation_space": box(network.observation),
         "action_space": action_space,
         "learning_rate": LEARNING_RATE, "lr_schedule": lambda _: LEARNING_RATE, "clip_range": CLIP_RANGE,
@@ -2316,6 +2325,42 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Stage final, and the run as a whole
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def final(torch: Any, evidence: Evidence, watcher: Watcher) -> None:
+    watcher.enter("final")
+    torch.npu.synchronize()  # an error that is still on its way ends the run here
+    # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
+    retries = torch.npu.memory_stats().get("num_alloc_retries", 0)
+    if retries:
+        raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
+                            "the device is full or at fault: npu-smi info shows its memory")
+    evidence.commit()
+
+
+def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
+    """All stages. Returns only when the evidence of a good run is committed."""
+    watcher.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
+    checkpoint = verify(args, evidence)
+    observations = read_observations(args, checkpoint.network.observation.shape, evidence)
+    watcher.enter("npu", at_least_s=120)
+    prepare_environment(evidence)
+    with no_cpu_fallback(evidence):
+        torch = npu(evidence, watcher)
+        model = load(checkpoint, torch, evidence, watcher)
+        ready(args, evidence, watcher)
+        forward(args, model, checkpoint, observations, torch, evidence, watcher)
+    final(torch, evidence, watcher)
+
+
+STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
+STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
+                  "benchmark": ForwardFailed, "final": ForwardFailed}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # --check: everything in an evidence set that can be recomputed, without torch
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -2811,39 +2856,8 @@ GATES: dict[str, tuple[str, Callable[[Result, Path], str]]] = {  # the stage tha
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stage final, and the whole
+# Main: the one place where an error becomes a message and an exit code
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def final(torch: Any, evidence: Evidence, watcher: Watcher) -> None:
-    watcher.enter("final")
-    torch.npu.synchronize()  # an error that is still on its way ends the run here
-    # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
-    retries = torch.npu.memory_stats().get("num_alloc_retries", 0)
-    if retries:
-        raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
-                            "the device is full or at fault: npu-smi info shows its memory")
-    evidence.commit()
-
-
-def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
-    """All stages. Returns only when the evidence of a good run is committed."""
-    watcher.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
-    checkpoint = verify(args, evidence)
-    observations = read_observations(args, checkpoint.network.observation.shape, evidence)
-    watcher.enter("npu", at_least_s=120)
-    prepare_environment(evidence)
-    with no_cpu_fallback(evidence):
-        torch = npu(evidence, watcher)
-        model = load(checkpoint, torch, evidence, watcher)
-        ready(args, evidence, watcher)
-        forward(args, model, checkpoint, observations, torch, evidence, watcher)
-    final(torch, evidence, watcher)
-
-
-STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
-STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
-                  "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
 def log_dir_of(argv: list[str]) -> str | None:

@@ -157,5 +157,5 @@ def test_what_cannot_be_rebuilt_is_refused_by_name(cli, checkpoint, tmp_path, wo
 def test_a_network_that_is_not_the_files_is_refused(cli, checkpoint, tmp_path):
     path = edited(checkpoint("ReLU, two heads"), tmp_path / "edited.zip", policy_kwargs={"net_arch": [64, 32]})
     done = run(cli, path, tmp_path / "logs")
-    assert done.code == 5, done.stderr
-    assert support.read_result(tmp_path / "logs")["exit_code"] == 5
+    assert done.code == 3, done.stderr
+    assert support.read_result(tmp_path / "logs")["exit_code"] == 3
