@@ -108,8 +108,7 @@ def run(case: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    # In the program's order; the last one is what making an optimiser imports.
-    for name in ("torch", "torch_npu", "stable_baselines3", "torch._dynamo"):
+    for name in ("torch", "torch_npu", "stable_baselines3"):  # in the program's order
         importlib.import_module(name)
     if sys.modules["torch"].npu.is_initialized():
         sys.exit("importing touched the device: forked children could not use it")
