@@ -58,7 +58,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy
@@ -99,7 +99,7 @@ REQUIRED_MEMBERS = {"data", "policy.pth", "policy.optimizer.pth"}
 OPTIONAL_MEMBERS = {"pytorch_variables.pth", "_stable_baselines3_version", "system_info.txt"}
 MAX_CHECKPOINT_BYTES = 128 << 20  # an MLP of 11 million parameters, with its optimizer's state
 MAX_DATA_BYTES = 8 << 20  # of `data`, mostly 15 kB
-MAX_INDEX_BYTES = 1 << 20  # of an archive's directory, and of the pickle that describes the tensors: mostly 2 kB
+MAX_INDEX_BYTES = 256 << 10  # of an archive's directory, and of the pickle that describes the tensors: mostly 2 kB
 
 OUTPUTS_FILE = "npu_outputs.npz"
 EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log", OUTPUTS_FILE)
@@ -889,13 +889,12 @@ class Network:
     activation: str = "Tanh"
 
 
-@dataclass
-class SavedTensor:
+class SavedTensor(NamedTuple):
     """A contiguous tensor as the file holds it: little-endian bytes."""
 
     dtype: str
     shape: tuple[int, ...]
-    content: bytes
+    content: memoryview
 
 
 def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
@@ -928,13 +927,8 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     members = zip_members(raw, "the archive")
     refuse_unknown(members)
     data = read_data(members["data"])
-    tensors = read_policy(members)
     network = read_network(data, len(members["policy.pth"]))
-    described, saved = tensor_shapes(network), {name: tensor.shape for name, tensor in tensors.items()}
-    for name in [*described, *saved]:
-        if described.get(name) != saved.get(name):
-            raise CheckpointRejected(f"policy.pth is not of the network that data describes: {name[:80]} is "
-                                     f"{saved.get(name)}, expected {described.get(name)}", NOT_SB3)
+    tensors = read_policy(members, tensor_shapes(network))
     return Checkpoint(raw, data, network, tensors, pinned)
 
 
@@ -1034,8 +1028,8 @@ def zip_members(raw: bytes, what: str) -> dict[str, bytes]:
                 position += len(found[0])
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise refuse(f"is not readable: {error}") from error
-    if position != offset:
-        raise refuse("has bytes between its members")
+    if position != offset or len(members) != entries:
+        raise refuse("has bytes between its members, or a directory that counts them wrong")
     return members
 
 
@@ -1048,40 +1042,31 @@ def refuse_unknown(members: dict[str, bytes]) -> None:
         raise CheckpointRejected(f"data has {len(members['data'])} bytes, more than {MAX_DATA_BYTES}", NOT_SB3)
 
 
-def read_policy(members: dict[str, bytes]) -> dict[str, SavedTensor]:
-    """policy.pth as {name: float32 tensor}; the two other .pth members are held to what SB3 writes there."""
+def read_policy(members: dict[str, bytes], shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedTensor]:
+    """policy.pth as {name: float32 tensor} of these shapes; the other .pth members are held to what SB3 writes there."""
     variables = read_pth("pytorch_variables.pth", members) if "pytorch_variables.pth" in members else None
     if variables is not None and not (isinstance(variables, dict) and all(v is None for v in variables.values())):
         raise CheckpointRejected("pytorch_variables.pth holds values, which would overwrite the policy's", NOT_SB3)
-    if not is_optimizer_state(read_pth("policy.optimizer.pth", members)):
+    optimizer = read_pth("policy.optimizer.pth", members)  # of no use to a forward, and so not looked into
+    if not isinstance(optimizer, dict) or set(optimizer) != {"state", "param_groups"}:
         raise CheckpointRejected("policy.optimizer.pth is not the state of an optimizer", NOT_SB3)
     policy = read_pth("policy.pth", members)
-    if not isinstance(policy, dict) or not all(
-            type(name) is str and isinstance(tensor, SavedTensor) for name, tensor in policy.items()):
+    if not isinstance(policy, dict) or not all(isinstance(tensor, SavedTensor) for tensor in policy.values()):
         raise CheckpointRejected("policy.pth is no dictionary of tensors", NOT_SB3)
+    for name in [*shapes, *policy]:
+        saved = policy[name].shape if name in policy else None
+        if saved != shapes.get(name):
+            raise CheckpointRejected(f"policy.pth is not of the network that data describes: {str(name)[:80]} is "
+                                     f"{saved}, expected {shapes.get(name)}", NOT_SB3)
+    if sum(len(tensor.content) for tensor in policy.values()) > len(members["policy.pth"]):
+        raise CheckpointRejected("policy.pth has tensors that share their bytes", NOT_SB3)
     for name, tensor in policy.items():
         if tensor.dtype != "float32":
-            raise CheckpointRejected(f"policy.pth: {name[:80]} is {tensor.dtype}, not float32", NOT_SB3)
+            raise CheckpointRejected(f"policy.pth: {name} is {tensor.dtype}, not float32", NOT_SB3)
         # A sum is finite when all that it adds up is: no float32 is large enough to overflow it.
-        if not math.isfinite(sum(memoryview(tensor.content).cast("f"))):
-            raise CheckpointRejected(f"policy.pth: {name[:80]} holds NaN or infinite weights")
+        if not math.isfinite(sum(tensor.content.cast("f"))):
+            raise CheckpointRejected(f"policy.pth: {name} holds NaN or infinite weights")
     return policy
-
-
-def is_optimizer_state(value: Any) -> bool:
-    """{"state": {number: {name: number or tensor}}, "param_groups": [{name: number, text or list of numbers}]}"""
-    def plain(item: Any) -> bool:
-        return item is None or type(item) in (bool, int, float, str)
-
-    def plain_or_list(item: Any) -> bool:
-        return plain(item) or (type(item) in (list, tuple) and all(map(plain, item)))
-
-    return (isinstance(value, dict) and set(value) == {"state", "param_groups"}
-            and isinstance(value["state"], dict) and type(value["param_groups"]) is list
-            and all(isinstance(of, dict) and all(plain(item) or isinstance(item, SavedTensor) for item in of.values())
-                    for of in value["state"].values())
-            and all(isinstance(group, dict) and all(map(plain_or_list, group.values()))
-                    for group in value["param_groups"]))
 
 
 def read_pth(name: str, members: dict[str, bytes]) -> Any:
@@ -1092,14 +1077,16 @@ def read_pth(name: str, members: dict[str, bytes]) -> Any:
     root = next(iter(records), "").partition("/")[0]
     known = {f"{root}/{record}" for record in ("data.pkl", "version", "byteorder", ".data/serialization_id",
                                                ".format_version", ".storage_alignment")}
-    if unknown := [record for record in records if record not in known and not record.startswith(f"{root}/data/")]:
+    storages = {match[1]: memoryview(content) for record, content in records.items()
+                if (match := re.fullmatch(re.escape(root) + r"/data/(\d{1,9})", record))}
+    if unknown := [record for record in records if record not in known
+                   and record.removeprefix(f"{root}/data/") not in storages]:
         raise CheckpointRejected(f"{name} has unknown records: {', '.join(unknown)[:200]}", NOT_SB3)
     pickled = records.get(f"{root}/data.pkl", b"")
     if len(pickled) > MAX_INDEX_BYTES or records.get(f"{root}/byteorder", b"little") != b"little":
         raise CheckpointRejected(f"{name} is too large, or big-endian", NOT_SB3)
     try:
-        return TensorUnpickler(name, pickled, {record.rpartition("/")[2]: content for record, content in records.items()
-                                               if record.startswith(f"{root}/data/")}).load()
+        return TensorUnpickler(name, pickled, storages).load()
     except Failure:
         raise
     except Exception as error:  # the unpickler on untrusted input: anything, and none of it a bug
@@ -1108,29 +1095,47 @@ def read_pth(name: str, members: dict[str, bytes]) -> Any:
 
 
 class StateDict(dict[Any, Any]):
-    """Stands for collections.OrderedDict, without room for attributes that would shadow its methods."""
+    """Stands for every dictionary of a .pth: keys of text or numbers, and no attributes to shadow its methods."""
 
     __slots__ = ()
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) not in (str, int):
+            raise TypeError("a key is neither text nor a number")
+        super().__setitem__(key, value)
+
     def __setstate__(self, attributes: Any) -> None:
-        if set(attributes) - {"_metadata"}:
-            raise CheckpointRejected("a dictionary of tensors has attributes", NOT_SB3)
+        # what torch hangs on to a state dict: the versions of its modules, of no use here
+        if not (isinstance(attributes, dict) and set(attributes) == {"_metadata"}
+                and isinstance(attributes["_metadata"], dict)):
+            raise TypeError("a dictionary has attributes")
 
 
-# The pure Python unpickler: the one in C makes room for as many objects as a pickle says that it has.
 class TensorUnpickler(pickle._Unpickler):
-    """Knows three names (a dictionary, a storage, the function that torch makes a tensor with), none of them real."""
+    """Reads what torch.save writes for tensors in dictionaries, and nothing else.
 
-    STORAGES = {"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16",  # noqa: RUF012
-                "LongStorage": "int64", "IntStorage": "int32", "BoolStorage": "bool", "ByteStorage": "uint8"}
+    It knows a few opcodes and three names: a dictionary, a storage, and the function that makes a tensor, none of them
+    torch's own. Each step does a bounded amount of work. The pure Python unpickler, since the one in C makes room for
+    as many objects as a pickle says that it has.
+    """
 
-    def __init__(self, name: str, pickled: bytes, storages: dict[str, bytes]) -> None:
+    OPCODES = ("PROTO GLOBAL MARK STOP BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
+               "EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
+               "LONG1 BINFLOAT BINUNICODE BINPERSID REDUCE BUILD")
+    dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]  # noqa: RUF012
+                for name in OPCODES.split()}
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(StateDict())  # type: ignore[attr-defined]
+    STORAGES = {"FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),  # noqa: RUF012
+                "LongStorage": ("int64", 8), "IntStorage": ("int32", 4), "BoolStorage": ("bool", 1),
+                "ByteStorage": ("uint8", 1)}
+
+    def __init__(self, name: str, pickled: bytes, storages: dict[str, memoryview]) -> None:
         super().__init__(io.BytesIO(pickled))
         self.name, self.storages = name, storages
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
-            return StateDict
+            return lambda: StateDict()  # not the class: called with a dictionary, it would copy it
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return self.tensor
         if module == "torch" and name in self.STORAGES:
@@ -1138,27 +1143,25 @@ class TensorUnpickler(pickle._Unpickler):
         raise CheckpointRejected(f"{self.name} asks for {module[:60]}.{name[:60]}, which is no tensor",
                                  "nothing in a checkpoint is run")
 
-    def persistent_load(self, reference: Any) -> tuple[str, bytes]:
-        kind, dtype, key, _, count = reference
-        width = 1 if dtype in ("bool", "uint8") else int(dtype[-2:]) // 8
+    def persistent_load(self, reference: Any) -> tuple[str, int, memoryview]:
+        kind, (dtype, width), key, _, count = reference
         if kind != "storage" or type(count) is not int or len(self.storages[key]) != count * width:
             raise CheckpointRejected(f"{self.name}: a storage has not the size that is stated", NOT_SB3)
-        return dtype, self.storages[key]
+        return dtype, width, self.storages[key]
 
-    def tensor(self, storage: tuple[str, bytes], offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
-               *_: Any) -> SavedTensor:
-        dtype, content = storage
-        width = 1 if dtype in ("bool", "uint8") else int(dtype[-2:]) // 8
-        steps: list[int] = []
+    def tensor(self, storage: tuple[str, int, memoryview], offset: int, shape: tuple[int, ...],
+               strides: tuple[int, ...], *_: Any) -> SavedTensor:
+        dtype, width, content = storage
+        if len(shape) > 32 or len(strides) != len(shape) or not all(
+                type(number) is int and 0 <= number <= len(content) for number in (offset, *shape, *strides)):
+            raise CheckpointRejected(f"{self.name} has a tensor that is larger than its storage", NOT_SB3)
         size = 1
-        for length in reversed(shape):
-            steps.insert(0, size)
+        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if stride != size and length > 1:
+                raise CheckpointRejected(f"{self.name} has a tensor that is not contiguous", NOT_SB3)
             size *= length
-        if (not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides))
-                or any(stride != step for stride, step, length in zip(strides, steps, shape, strict=True) if length > 1)
-                or (offset + size) * width > len(content)):
-            raise CheckpointRejected(f"{self.name} has a tensor that is not contiguous, or larger than its storage",
-                                     NOT_SB3)
+        if (offset + size) * width > len(content):
+            raise CheckpointRejected(f"{self.name} has a tensor that is larger than its storage", NOT_SB3)
         return SavedTensor(dtype, tuple(shape), content[offset * width:(offset + size) * width])
 
 
@@ -1987,17 +1990,18 @@ def bounded_output(command: list[str], evidence: Evidence) -> tuple[bytes, str]:
         deadline = time.monotonic() + NPU_SMI_TIMEOUT_S
         output, wrong = b"", ""
         while not wrong:
-            if not select.select([pipe], [], [], 0.1)[0]:
-                if child.poll() is not None:
-                    break  # a process that it started may keep the pipe open
-                if time.monotonic() > deadline:
-                    wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
-            elif not (piece := os.read(pipe.fileno(), 65536)):
-                break
-            else:
+            ended = child.poll() is not None  # asked before the pipe: what it has written by its end is in there
+            if select.select([pipe], [], [], 0.0 if ended else 0.1)[0]:
+                piece = os.read(pipe.fileno(), 65536)
                 output += piece
-                if len(output) > NPU_SMI_MAX_BYTES:
-                    wrong = f"more than {NPU_SMI_MAX_BYTES} bytes"
+                if not piece:
+                    break
+            elif ended:
+                break  # a process that it started may keep the pipe open
+            if len(output) > NPU_SMI_MAX_BYTES:
+                wrong = f"more than {NPU_SMI_MAX_BYTES} bytes"
+            elif time.monotonic() > deadline:
+                wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
     if not wrong:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(max(0.1, deadline - time.monotonic()))
@@ -2365,6 +2369,7 @@ STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed
 # ---------------------------------------------------------------------------------------------------------------------
 
 CHECK_TOLERANCE = 2e-3  # of recomputed float32 values; some chips compute them in float16
+MAX_TEXT_BYTES = 64 << 20  # of the result, the log, the marker and what npu-smi printed
 CLOCK_TOLERANCE_S = 2e-5  # of sums of times, each rounded to the microsecond
 FAILURE_CODES = {cls.__name__: cls.code for cls in (UsageError, CheckpointRejected, NpuUnavailable, LoadFailed,
                                                     ForwardFailed, DeviceTimeout, EvidenceUnwritable)}
@@ -2421,6 +2426,8 @@ def check(directory: Path) -> int:
     A forger who rewrites all files consistently passes: the gates show that a set is whole, not who made it.
     """
     try:
+        for name in (RESULT_FILE, *EVIDENCE_FILES):
+            refuse_odd_file(directory / name)
         result = read_result(directory / RESULT_FILE)
     except (OSError, ValueError, RecursionError) as error:
         print(f"FAIL  {RESULT_FILE}: {ascii(str(error)[:500])[1:-1]}\nINVALID")
@@ -2438,6 +2445,14 @@ def check(directory: Path) -> int:
     good_run = result.get("exit_code") == 0
     print("INVALID" if not valid else "VALID" if good_run else "FAILED RUN")
     return 0 if valid and good_run else 8
+
+
+def refuse_odd_file(path: Path) -> None:
+    """A pipe or a device in the place of a file would be read for ever."""
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path.name} is not a regular file")
+    if path.name != OUTPUTS_FILE and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
+        raise ValueError(f"{path.name} has more than {MAX_TEXT_BYTES} bytes")
 
 
 def read_result(path: Path) -> Result:
@@ -2631,9 +2646,10 @@ def remove_progress(lines: list[str], start: int, r: Result) -> None:
     """Take out the reports of progress that a file of observations may give, from this line on."""
     done = 0
     while r["observations"] and start < len(lines) and (match := PROGRESS.fullmatch(lines[start])):
-        if not done < int(match[1]) <= int(match[2]) == r["rows"]:
+        now, of = int(match[1]), int(match[2])
+        if not done < now <= of == r["rows"] or (r["repeated_rows"] and now % r["repeated_rows"] and now != of):
             break
-        done = int(match[1])
+        done = now
         del lines[start]
 
 

@@ -27,7 +27,7 @@ STANDIN_SHA256 = "9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a96420
 STANDIN_ARGS = ("--checkpoint", STANDIN, "--sha256", STANDIN_SHA256)
 
 # Variables of the person who runs the tests that would change what the program does.
-FOREIGN = ("ACL_", "ASCEND_", "CANNSIM_", "LD_", "PYTEST_", "PYTHON", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR", "TORCH_")
+FOREIGN = ("ACL_", "HF_", "ASCEND_", "CANNSIM_", "LD_", "PYTEST_", "PYTHON", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR", "TORCH_")
 
 Environment = Mapping[str, "str | None"]
 
@@ -207,6 +207,7 @@ class Cli:
         """The environment of a run: that of the tests, less what would change the program, plus the simulator."""
         variables = clean_environment()
         variables["LD_LIBRARY_PATH"] = str(self.simulator)
+        variables["HF_HUB_OFFLINE"] = "1"  # only test_fetch.py asks a hub, and one of its own
         variables["PATH"] = f"{self.simulator / 'bin'}{os.pathsep}{variables['PATH']}"
         for name, value in (changes or {}).items():
             if value is None:
