@@ -1043,7 +1043,7 @@ def refuse_unknown(members: dict[str, bytes]) -> None:
 
 
 def read_policy(members: dict[str, bytes], shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedTensor]:
-    """policy.pth as {name: float32 tensor} of these shapes; the other .pth members are held to what SB3 writes there."""
+    """policy.pth as {name: float32 tensor} of these shapes; the other .pth members are held to what SB3 writes."""
     variables = read_pth("pytorch_variables.pth", members) if "pytorch_variables.pth" in members else None
     if variables is not None and not (isinstance(variables, dict) and all(v is None for v in variables.values())):
         raise CheckpointRejected("pytorch_variables.pth holds values, which would overwrite the policy's", NOT_SB3)

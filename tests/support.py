@@ -27,7 +27,8 @@ STANDIN_SHA256 = "9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a96420
 STANDIN_ARGS = ("--checkpoint", STANDIN, "--sha256", STANDIN_SHA256)
 
 # Variables of the person who runs the tests that would change what the program does.
-FOREIGN = ("ACL_", "HF_", "ASCEND_", "CANNSIM_", "LD_", "PYTEST_", "PYTHON", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR", "TORCH_")
+FOREIGN = ("ACL_", "ASCEND_", "CANNSIM_", "HF_", "LD_", "PYTEST_", "PYTHON", "TASK_QUEUE_ENABLE", "TEST_SIMULATOR",
+           "TORCH_")
 
 Environment = Mapping[str, "str | None"]
 
