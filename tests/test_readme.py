@@ -209,7 +209,7 @@ def test_the_exit_codes_are_the_programs():
     rows.pop("code")
     failure = PROGRAM["Failure"]
     codes = {value.code for value in PROGRAM.values() if isinstance(value, type) and issubclass(value, failure)}
-    codes |= {0, 8} | {128 + number for number in PROGRAM["GUARDED_SIGNALS"]}
+    codes |= {0, 8} | {128 + number for number in PROGRAM["SIGNALS"]}
     assert set(map(int, rows)) == codes
     in_docstring = PROGRAM["__doc__"].partition("Exit codes:")[2].partition("\n\n")[0]
     assert set(map(int, re.findall(r"(?<=[ \n/])\d+(?=[ /])", in_docstring))) == codes
@@ -275,7 +275,7 @@ def test_the_model_is_the_pinned_one():
 
 def test_the_limits_are_those_of_the_program():
     for words in (
-        f"expand past {PROGRAM['MAX_EXPANDED_BYTES'] >> 20} MiB",
+        f"files larger than {PROGRAM['MAX_CHECKPOINT_BYTES'] >> 20} MiB",
         f"in time ({PROGRAM['NPU_SMI_TIMEOUT_S']:g} s) and output ({PROGRAM['NPU_SMI_MAX_BYTES'] >> 20} MiB)",
         f"the first\n{PROGRAM['SHOWN_ROWS']} rows",
         f"{PROGRAM['BENCHMARK_WARM_UP']} passes of warm-up",
