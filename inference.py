@@ -1,28 +1,38 @@
 #!/usr/bin/env python3
-"""Run one Stable-Baselines3 PPO checkpoint deterministically on an Ascend NPU and leave evidence of it.
+"""Run one Stable-Baselines3 PPO checkpoint on an Ascend NPU and leave evidence.
 
     python3 inference.py --hold-seconds 8
-    python3 inference.py --checkpoint my_ppo.zip --sha256 "$(sha256sum my_ppo.zip | cut -c1-64)"
+    python3 inference.py --checkpoint my_ppo.zip \\
+        --sha256 "$(sha256sum my_ppo.zip | cut -c1-64)"
 
-The stages, in the order they run (and the order in which this file reads):
+The stages, in the order they run:
 
-  verify    size, SHA256 and structure of the checkpoint, with the standard library alone
-  npu       torch_npu is imported, npu:0 is set and computes something; names and versions
-  load      PPO.load from the verified bytes; every parameter on npu:0, bit for bit the checkpoint's
-  ready     logs/npu_ready.marker with the PID, a hold, and what npu-smi says about that PID meanwhile
+  verify    size, SHA256 and structure of the checkpoint, with the standard
+            library alone
+  npu       torch_npu is imported, npu:0 is set and computes something; names
+            and versions
+  load      PPO.load from the verified bytes; every parameter on npu:0, bit for
+            bit the checkpoint's
+  ready     logs/npu_ready.marker with the PID, a hold, and what npu-smi says
+            about that PID meanwhile
   forward   one deterministic pass on npu:0, run twice and compared bit for bit
-  final     the log is closed and sealed, then logs/npu_result.json is written: last, and atomically
+  final     the log is closed and sealed, then logs/npu_result.json is written:
+            last, and atomically
 
-Before them stand what all of them use: the command line, the log's lines, the evidence, the watcher. After them stands
---check, which runs nothing and recomputes what an evidence set states.
-
-Exit codes: 0 success, 1 a bug in this program, 2 usage, 3 checkpoint missing or rejected, 4 no NPU, 5 loading or
-placement failed, 6 forward failed or the device hung, 7 evidence cannot be written or another run is writing it,
+Exit codes: 0 success, 1 a bug in this program, 2 usage, 3 checkpoint missing
+or rejected, 4 no NPU, 5 loading or placement failed, 6 forward failed or the
+device hung, 7 evidence cannot be written or another run is writing it,
 8 --check found no good run, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
 
-Nothing runs on the CPU in the NPU's place: not the process, not a tensor, not an operator. A checkpoint is untrusted
-input: it is read once, hashed, and loaded from those same bytes, and nothing in it is unpickled with arbitrary globals.
+Nothing runs on the CPU in the NPU's place: not the process, not a tensor, not
+an operator. A checkpoint is untrusted input: it is read once, hashed, and
+loaded from those same bytes, and nothing in it is unpickled with arbitrary
+globals.
 """
+
+# The file reads in the order in which a run goes. Before the stages stands what all of them use: the command line, the
+# log's lines, the evidence, the watcher. After them stands --check, which runs nothing and recomputes what an evidence
+# set states.
 
 from __future__ import annotations
 
@@ -387,9 +397,10 @@ class Evidence:
         self.pen_fd = os.memfd_create("pen")
         self.pen_depth = 0
         self.npu_smi_pid = 0
+        self.crash_hint = "the CANN logs (plog) may tell more"
         self.unread: set[int] = set()  # stdout or stderr, once nobody reads it
-        self.terminal = os.isatty(1)
-        self.colour = self.terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        self.terminal = os.isatty(1) and os.environ.get("TERM") != "dumb"
+        self.colour = self.terminal and not os.environ.get("NO_COLOR")
         self.stderr_fd = os.dup(2)
         self.captured_stderr = open(os.memfd_create("stderr"), "w+b")  # noqa: SIM115 (open to the end)
         self.news_fd = -1  # a pipe to the watcher
@@ -500,7 +511,7 @@ class Evidence:
     def tell_watcher(self) -> None:
         """Hand the watcher what it needs to conclude this run (see Watcher)."""
         if self.news_fd >= 0:
-            names = ("stage", "stage_started", "deadline", "npu_smi_pid", "result")
+            names = ("stage", "stage_started", "deadline", "npu_smi_pid", "crash_hint", "result")
             news = json.dumps({name: getattr(self, name) for name in names}).encode() + b"\n"
             with contextlib.suppress(BrokenPipeError):  # a watcher that was killed
                 while news:
@@ -523,8 +534,10 @@ class Evidence:
         """Sleep, and on a terminal say for how much longer."""
         while (left := until - time.monotonic()) > 0:
             if self.terminal:
-                self.echo(f"\r[ready]   {left:.0f} s left \r".encode(), colour=False)
+                self.echo(f"\r[ready]   {math.ceil(left)} s left \r".encode(), colour=False)
             time.sleep(min(left, 1.0) if self.terminal else left)
+        if self.terminal:
+            self.echo(b" " * len("[ready]   86400 s left ") + b"\r", colour=False)
 
     def echo(self, data: bytes, colour: bool = True) -> None:
         if self.colour and colour:
@@ -783,7 +796,7 @@ class Watcher:
         if evidence.stage != "end":
             evidence.release_stderr()
             evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library crashed; "
-                              "no result was written; the CANN logs (plog) may tell more")
+                              f"no result was written; {evidence.crash_hint}")
             end_group(evidence.npu_smi_pid)
         for _ in range(100):  # the kernel releases the parent's lock a little after its pipes; or another run has it
             with contextlib.suppress(Failure, OSError):
@@ -907,17 +920,21 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     fetched = None
     if args.checkpoint is None and pinned and not os.path.lexists(path):
         fetched = fetch_checkpoint()
-    raw, size_on_disk = read_checkpoint(fetched or path, shown)
+    try:
+        raw, size_on_disk = read_checkpoint(fetched or path, shown)
+    except CheckpointRejected:
+        discard(fetched)
+        raise
     digest = hashlib.sha256(raw).hexdigest()
     size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size_on_disk)
     sha256_ok = digest == args.sha256
     result.update(bytes=len(raw), sha256=digest, size_ok=size_ok, sha256_ok=sha256_ok)
     evidence.log("verify")
     if not (size_ok and sha256_ok):
-        if fetched:
-            fetched.resolve().unlink(missing_ok=True)  # from the hub's cache too: the next run asks the hub again
+        discard(fetched)
         expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
         raise CheckpointRejected(f"{shown} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
+                                 FETCH_HINT if pinned and not args.checkpoint else
                                  "fetch the file again; --sha256 names the digest of a checkpoint of your own")
     if fetched:
         with contextlib.suppress(OSError):  # where the project cannot be written, the hub's cache serves the next run
@@ -941,15 +958,25 @@ def fetch_checkpoint() -> Path | None:
 
     Its environment variables apply (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME ...). What arrives is verified like any file.
     """
+    # With its telemetry, the client asks the hub for more than the file (a list of programs to find itself under).
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         from huggingface_hub import hf_hub_download
+
+        # token=False: the file is public, and HF_ENDPOINT may be anybody's
+        return Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION, token=False))
     except ImportError:
         return None
-    try:
-        return Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION))
     except Exception as error:  # any of the hub's, the HTTP client's and the file system's
-        raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: {first_line(error)}",
-                                 FETCH_HINT) from error
+        raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
+                                 f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
+
+
+def discard(fetched: Path | None) -> None:
+    """Remove a wrong file from the hub's cache, so that the next run asks the hub again."""
+    if fetched:
+        with contextlib.suppress(OSError):
+            fetched.resolve().unlink()
 
 
 def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
@@ -961,7 +988,8 @@ def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
             if not os.path.isfile(path):
                 raise CheckpointRejected(f"{shown} is not a regular file", "name a checkpoint with --checkpoint")
             if status.st_size > MAX_CHECKPOINT_BYTES:
-                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}")
+                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
+                                         FETCH_HINT if path.name == CHECKPOINT_NAME else NOT_SB3)
             return file.read(MAX_CHECKPOINT_BYTES + 1), status.st_size
     except OSError as error:
         hint = FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else "name a checkpoint with --checkpoint"
@@ -1533,7 +1561,7 @@ def prepare_environment(evidence: Evidence) -> None:
 def npu(evidence: Evidence, watcher: Watcher) -> Any:
     """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
     result = evidence.result
-    torch, torch_npu = import_torch_npu()
+    torch, torch_npu = import_torch_npu(evidence)
     simulator = simulator_version()
     result.update(engine="torch_npu", simulated=simulator is not None,
                   simulator=f"cannsim {simulator}" if simulator else None)
@@ -1578,52 +1606,74 @@ DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) 
 TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/simulate.sh"
 # What mends a start-up failure, by the text that users meet. The first pattern that is found counts.
 NPU_HINTS = (
-    (r"No module named '?torch", "install torch and torch_npu as a pair that matches your CANN, or use the CANN image"),
-    (r"lib(hccl|ascendcl|acl_\w+|ge_runner|graph)\.so: cannot open",
-     "CANN is not set up in this shell: source /usr/local/Ascend/ascend-toolkit/set_env.sh"),
-    (r"undefined symbol", "torch and torch_npu are no pair: install the torch_npu release of your torch version"),
-    (r"Two accelerators", "this torch is a CUDA build: install the CPU build of the same version"),
-    (r"ACL_PRECISION_MODE|500001|compiled using NumPy 1|numpy\.core\.multiarray",
+    (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in the CANN "
+     "image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
+    (r"No module named '(numpy|stable_baselines3|gymnasium|cloudpickle)", "python3 -m pip install -r requirements.txt"),
+    (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start it "
+     "with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source /usr/local/Ascend/driver/bin/setenv.bash"),
+    (r"\.so[.\d]*: cannot open", "CANN is not set up in this shell: source "
+     "/usr/local/Ascend/ascend-toolkit/set_env.sh (CANN 8.5 and later: /usr/local/Ascend/cann/set_env.sh)"),
+    (r"undefined symbol|version `", "torch and torch_npu are no pair: python3 -m pip install torch_npu=={torch}"),
+    (r"Two accelerators", "this torch is a CUDA build and sees a GPU: install the CPU build of torch {torch}"),
+    (r"ACL_PRECISION_MODE|\b500001\b|[Nn]um[Pp]y [12]|numpy\.core\.multiarray|No module named",
      "CANN's operator compiler lacks Python packages, or meets a numpy that is too new: "
      "python3 -m pip install 'numpy<2' decorator attrs psutil scipy sympy cffi pyyaml pathlib2 protobuf"),
-    (r"EL0004|207001|out of memory", "the device's memory is full: npu-smi info lists the processes that hold it"),
-    (r"107001|207004|EE1001", "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export "
+    (r"EL0004|\b207001\b|out of memory", "the device's memory is full: npu-smi info lists the processes that hold it"),
+    (r"\b(107001|207004)\b|(?i:visible.devices?)", "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export "
      "ASCEND_RT_VISIBLE_DEVICES=0"),
-    (r"507008|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
-    (r"-8005", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
+    (r"\b507008\b|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
+    (r"-8005\b", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
      "upgrade, reboot"),
-    (r"-8020|507899", "another container holds the device, or this one may not open it: stop the other, or start this "
-     "one with --device /dev/davinci0"),
-    (r"507033|E30006", "the device does not start: npu-smi info shows its health; after a driver upgrade, reboot"),
+    (r"-8020\b|\b507899\b|EL0005", "another container holds the device, or this one may not open it: stop the other, or "
+     "start this one with --device /dev/davinci0"),
+    (r"\b507033\b|E30006", "the device does not start: npu-smi info shows its health; after a driver upgrade, reboot"),
 )
+DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
 def npu_hint(text: str) -> str:
-    return "; ".join((next((hint for pattern, hint in NPU_HINTS if re.search(pattern, text)), DEVICE_HINT),
-                      TRY_SIMULATOR))
+    from importlib.metadata import PackageNotFoundError, version
+
+    text = re.sub(r"PID: ?\d+", "PID", text)  # a number that is no error code
+    hint = next((hint for pattern, hint in NPU_HINTS if re.search(pattern, text)), DEVICE_HINT)
+    with contextlib.suppress(PackageNotFoundError):
+        hint = hint.replace("{torch}", version("torch").partition("+")[0])
+    return f"{hint}; {TRY_SIMULATOR}"
 
 
 def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) -> str:
     """Why torch_npu counts no device: it only counts, and gives no reason."""
-    devices = sorted(path for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name))
     if re.search(r"-80\d\d", npu_smi_says):
         return npu_hint(npu_smi_says)
-    if devices and not all(os.access(path, os.R_OK | os.W_OK) for path in (*devices, dev / "davinci_manager")):
+    listed = len(re.findall(r"^\|\s*\d+\s+\S+\s*\|\s*(?:OK|Warning|Alarm|Critical|UNKNOWN)\b", npu_smi_says, re.M))
+    devices = sorted(path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name))
+    if devices and (missing := [name for name in DEVICE_FILES if not (dev / name).exists()]):
+        return f"this container lacks /dev/{missing[0]}: start it with {device_options(devices[0])}; {TRY_SIMULATOR}"
+    if devices and not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
         return npu_hint("-8005")
-    if devices:
-        return (f"{len(devices)} are here ({devices[0].name} ...), ASCEND_RT_VISIBLE_DEVICES={visible} must be among "
-                f"those that npu-smi info lists, counted from 0; {TRY_SIMULATOR}")
-    return ("there is no /dev/davinci*: in a container, start it with --device /dev/davinci0 --device "
-            "/dev/davinci_manager --device /dev/devmm_svm --device /dev/hisi_hdc; on the host, npu-smi info must list "
-            f"a device; {TRY_SIMULATOR}")
+    if devices or listed:
+        return (f"{listed or len(devices)} devices are here, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: they "
+                f"count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; {TRY_SIMULATOR}")
+    return (f"there is no /dev/davinci*: in a container, start it with {device_options('davinci0')}; on the host, "
+            f"npu-smi info must list a device; {TRY_SIMULATOR}")
 
 
-def import_torch_npu() -> tuple[Any, Any]:
+def device_options(device: str) -> str:
+    return " ".join(f"--device /dev/{name}" for name in (device, *DEVICE_FILES))
+
+
+def import_torch_npu(evidence: Evidence) -> tuple[Any, Any]:
     try:
         import torch
+
+        if torch.version.cuda:  # then torch_npu 2.13 and 2.14 call abort(), and only the watcher is left to say why
+            evidence.crash_hint = (f"torch_npu aborts beside a CUDA build of torch: install the CPU build of "
+                                   f"{torch.__version__.partition('+')[0]}")
+            evidence.tell_watcher()
         import torch_npu
     except (ImportError, RuntimeError, OSError) as error:
-        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}", npu_hint(str(error))) from error
+        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
+                             npu_hint(f"{error} {error.__cause__}")) from error
     return torch, torch_npu
 
 
@@ -1733,6 +1783,8 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
         torch.npu.synchronize()
     except Failure:
         raise
+    except ImportError as error:
+        raise LoadFailed(first_line(error), "python3 -m pip install -r requirements.txt") from error
     except Exception as error:  # SB3 and gymnasium on untrusted input: any of a dozen kinds, none of them a bug here
         raise LoadFailed(f"PPO.load: {type(error).__name__}: {first_line(error)}",
                          f"the checkpoint and this SB3 do not fit, or the device failed: {DEVICE_HINT}") from error
@@ -2360,7 +2412,7 @@ def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
 
 
 STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
-STAGE_FAILURES = {"npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
+STAGE_FAILURES = {"verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
                   "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
