@@ -1606,11 +1606,11 @@ DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) 
 TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/simulate.sh"
 # What mends a start-up failure, by the text that users meet. The first pattern that is found counts.
 NPU_HINTS = (
-    (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in the CANN "
-     "image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
+    (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in "
+     "the CANN image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
     (r"No module named '(numpy|stable_baselines3|gymnasium|cloudpickle)", "python3 -m pip install -r requirements.txt"),
-    (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start it "
-     "with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source /usr/local/Ascend/driver/bin/setenv.bash"),
+    (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start "
+     "it with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source /usr/local/Ascend/driver/bin/setenv.bash"),
     (r"\.so[.\d]*: cannot open", "CANN is not set up in this shell: source "
      "/usr/local/Ascend/ascend-toolkit/set_env.sh (CANN 8.5 and later: /usr/local/Ascend/cann/set_env.sh)"),
     (r"undefined symbol|version `", "torch and torch_npu are no pair: python3 -m pip install torch_npu=={torch}"),
@@ -1624,8 +1624,8 @@ NPU_HINTS = (
     (r"\b507008\b|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
     (r"-8005\b", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
      "upgrade, reboot"),
-    (r"-8020\b|\b507899\b|EL0005", "another container holds the device, or this one may not open it: stop the other, or "
-     "start this one with --device /dev/davinci0"),
+    (r"-8020\b|\b507899\b|EL0005", "another container holds the device, or this one may not open it: stop the other, "
+     "or start this one with --device /dev/davinci0"),
     (r"\b507033\b|E30006", "the device does not start: npu-smi info shows its health; after a driver upgrade, reboot"),
 )
 DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
@@ -1652,8 +1652,8 @@ def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) ->
     if devices and not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
         return npu_hint("-8005")
     if devices or listed:
-        return (f"{listed or len(devices)} devices are here, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: they "
-                f"count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; {TRY_SIMULATOR}")
+        return (f"{listed or len(devices)} devices are here, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: "
+                f"they count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; {TRY_SIMULATOR}")
     return (f"there is no /dev/davinci*: in a container, start it with {device_options('davinci0')}; on the host, "
             f"npu-smi info must list a device; {TRY_SIMULATOR}")
 
@@ -2412,8 +2412,9 @@ def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
 
 
 STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
-STAGE_FAILURES = {"verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
-                  "benchmark": ForwardFailed, "final": ForwardFailed}
+STAGE_FAILURES = {
+    "verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
+    "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
