@@ -1610,7 +1610,8 @@ NPU_HINTS = (
      "the CANN image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
     (r"No module named '(numpy|stable_baselines3|gymnasium|cloudpickle)", "python3 -m pip install -r requirements.txt"),
     (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start "
-     "it with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source /usr/local/Ascend/driver/bin/setenv.bash"),
+     "it with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source "
+     "/usr/local/Ascend/driver/bin/setenv.bash"),
     (r"\.so[.\d]*: cannot open", "CANN is not set up in this shell: source "
      "/usr/local/Ascend/ascend-toolkit/set_env.sh (CANN 8.5 and later: /usr/local/Ascend/cann/set_env.sh)"),
     (r"undefined symbol|version `", "torch and torch_npu are no pair: python3 -m pip install torch_npu=={torch}"),
@@ -1653,7 +1654,8 @@ def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) ->
         return npu_hint("-8005")
     if devices or listed:
         return (f"{listed or len(devices)} devices are here, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: "
-                f"they count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; {TRY_SIMULATOR}")
+                "they count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; "
+                f"{TRY_SIMULATOR}")
     return (f"there is no /dev/davinci*: in a container, start it with {device_options('davinci0')}; on the host, "
             f"npu-smi info must list a device; {TRY_SIMULATOR}")
 
@@ -2413,8 +2415,8 @@ def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
 
 STAGES = ["verify", "npu", "load", "ready", "forward", "benchmark", "final"]
 STAGE_FAILURES = {
-    "verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed, "forward": ForwardFailed,
-    "benchmark": ForwardFailed, "final": ForwardFailed}
+    "verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed,
+    "forward": ForwardFailed, "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
