@@ -773,6 +773,7 @@ class Watcher:
             return bool(piece)
 
         failure: Failure | None = None
+        spoken = False
         while failure is None:
             left = None if math.isinf(evidence.deadline) else max(0.0, evidence.deadline - time.monotonic())
             ready = select.select([news, caught], [], [], left)[0]
@@ -788,12 +789,12 @@ class Watcher:
                     pass
                 if evidence.stage != "end" and os.getppid() == parent:
                     code = evidence.conclude(failure)
-                    evidence.stage = "end"
+                    spoken = True
                     end_processes(descendants(parent))
                     os.write(exits[code], b"!")
             while listen():
                 pass
-        if evidence.stage != "end":
+        if evidence.stage != "end" and not spoken:
             evidence.release_stderr()
             evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library crashed; "
                               f"no result was written; {evidence.crash_hint}")
@@ -1135,8 +1136,17 @@ class StateDict(dict[Any, Any]):
     def __setstate__(self, attributes: Any) -> None:
         # what torch hangs on to a state dict: the versions of its modules, of no use here
         if not (isinstance(attributes, dict) and set(attributes) == {"_metadata"}
-                and isinstance(attributes["_metadata"], dict)):
+                and isinstance(attributes["_metadata"], dict)
+                and all(isinstance(version, dict) for version in attributes["_metadata"].values())):
             raise TypeError("a dictionary has attributes")
+
+
+class SavedStorage(NamedTuple):
+    """The bytes that tensors are cut from, and the width of one number in them."""
+
+    dtype: str
+    width: int
+    content: memoryview
 
 
 class TensorUnpickler(pickle._Unpickler):
@@ -1153,9 +1163,10 @@ class TensorUnpickler(pickle._Unpickler):
     dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]  # noqa: RUF012
                 for name in OPCODES.split()}
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(StateDict())  # type: ignore[attr-defined]
-    STORAGES = {"FloatStorage": ("float32", 4), "DoubleStorage": ("float64", 8), "HalfStorage": ("float16", 2),  # noqa: RUF012
-                "LongStorage": ("int64", 8), "IntStorage": ("int32", 4), "BoolStorage": ("bool", 1),
-                "ByteStorage": ("uint8", 1)}
+    STORAGES = {name: SavedStorage(dtype, width, memoryview(b"")) for name, dtype, width in (  # noqa: RUF012
+        ("FloatStorage", "float32", 4), ("DoubleStorage", "float64", 8), ("HalfStorage", "float16", 2),
+        ("LongStorage", "int64", 8), ("IntStorage", "int32", 4), ("ByteStorage", "uint8", 1), ("BoolStorage", "bool", 1),
+    )}
 
     def __init__(self, name: str, pickled: bytes, storages: dict[str, memoryview]) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -1171,14 +1182,24 @@ class TensorUnpickler(pickle._Unpickler):
         raise CheckpointRejected(f"{self.name} asks for {module[:60]}.{name[:60]}, which is no tensor",
                                  "nothing in a checkpoint is run")
 
-    def persistent_load(self, reference: Any) -> tuple[str, int, memoryview]:
-        kind, (dtype, width), key, _, count = reference
-        if kind != "storage" or type(count) is not int or len(self.storages[key]) != count * width:
-            raise CheckpointRejected(f"{self.name}: a storage has not the size that is stated", NOT_SB3)
-        return dtype, width, self.storages[key]
+    def build(self: Any) -> None:
+        if type(self.stack[-2]) is not StateDict:
+            raise CheckpointRejected(f"{self.name} gives attributes to what is no dictionary", NOT_SB3)
+        self.load_build()
 
-    def tensor(self, storage: tuple[str, int, memoryview], offset: int, shape: tuple[int, ...],
-               strides: tuple[int, ...], *_: Any) -> SavedTensor:
+    dispatch[pickle.BUILD[0]] = build
+
+    def persistent_load(self, reference: Any) -> SavedStorage:
+        kind, empty, key, _, count = reference
+        if kind != "storage" or type(empty) is not SavedStorage or type(key) is not str or type(count) is not int \
+                or len(self.storages[key]) != count * empty.width:
+            raise CheckpointRejected(f"{self.name}: a storage has not the size that is stated", NOT_SB3)
+        return empty._replace(content=self.storages[key])
+
+    def tensor(self, storage: SavedStorage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
+               requires_grad: bool = False, hooks: Any = None, metadata: Any = None) -> SavedTensor:
+        if type(storage) is not SavedStorage or type(shape) is not tuple or type(strides) is not tuple:
+            raise CheckpointRejected(f"{self.name} has a tensor without storage or shape", NOT_SB3)
         dtype, width, content = storage
         if len(shape) > 32 or len(strides) != len(shape) or not all(
                 type(number) is int and 0 <= number <= len(content) for number in (offset, *shape, *strides)):
@@ -1279,7 +1300,7 @@ def read_action_space(space: dict[str, Any], limit: int) -> dict[str, Any]:
     counts = {name: integers(text_of(space, name), f"action_space.{name}") for name in ("n", "nvec")}
     if kind in ("Discrete", "MultiBinary") and len(counts["n"]) == 1 and counts["n"][0] > 0:
         return {"type": kind, "n": counts["n"][0]}
-    if kind == "MultiDiscrete" and counts["nvec"] and min(counts["nvec"]) > 0:
+    if kind == "MultiDiscrete" and 0 < len(counts["nvec"]) <= 1000 and min(counts["nvec"]) > 0:
         return {"type": kind, "nvec": counts["nvec"]}
     raise CheckpointRejected(f"action_space is {kind or 'unreadable'} of {counts['n'] or counts['nvec']}",
                              "Discrete, MultiDiscrete, MultiBinary and Box can be run")
@@ -1437,6 +1458,8 @@ def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...], evid
     shown = evidence.shown(args.observations, typed=args.observations)
     kind = Path(args.observations).suffix.lower()
     try:
+        if os.path.exists(args.observations) and not os.path.isfile(args.observations):
+            raise UsageError(f"{shown} is not a regular file", "name a file of observations")
         if kind == ".npy":
             rows = numpy.load(args.observations, mmap_mode="r", allow_pickle=False)
         elif kind in (".csv", ".json"):
@@ -1456,7 +1479,7 @@ def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...], evid
             raise UsageError(f"{shown} is no .npy, .csv or .json file", "see python3 inference.py --help")
     except OSError as error:
         raise UsageError(f"{shown}: {error.strerror or error}", "name a file of observations") from error
-    except ValueError as error:  # of numpy, json and float
+    except (ValueError, EOFError, csv.Error, zipfile.BadZipFile) as error:  # of numpy, json and float
         raise UsageError(f"{shown}: {first_line(error)}", "it is damaged, or of another format") from error
     if not isinstance(rows, numpy.ndarray) or len(rows.shape) == 0 or len(rows) == 0:
         raise UsageError(f"{shown} holds no rows", "one observation a row")
@@ -1480,23 +1503,24 @@ def csv_rows(text: Any) -> Iterator[list[float]]:
 
 def json_rows(text: Any) -> Iterator[Any]:
     """The elements of one JSON list, one by one: a file of any length in a little memory."""
-    decoder, buffer, position, more = json.JSONDecoder(), text.read(1 << 16).lstrip(), 1, True
-    if buffer[:1] != "[":
-        raise ValueError("it is no JSON list")
-    while True:
+    decoder, buffer, state, more = json.JSONDecoder(), "", "start", True
+    while more or state != "end" or buffer:
+        buffer = buffer.lstrip(" \t\r\n")
         try:
-            while buffer[position] in " \t\r\n,":
-                position += 1
-            if buffer[position] == "]" and not more:
-                return
-            if buffer[position] != "]":
-                row, end = decoder.raw_decode(buffer, position)
+            if state in ("row", "first row") and (state == "row" or buffer[0] != "]"):
+                row, end = decoder.raw_decode(buffer)
                 _ = buffer[end]  # a number that the buffer's end cuts off would pass for a shorter one
                 yield row
-                buffer, position = buffer[end:], 0
+                buffer, state = buffer[end:], "separator"
                 continue
-        except (ValueError, IndexError, RecursionError) as error:
-            if not more:
+            states: dict[str, dict[str, str]] = {
+                "start": {"[": "first row"}, "first row": {"]": "end"}, "separator": {",": "row", "]": "end"}, "end": {}}
+            if buffer[0] not in states[state]:
+                raise ValueError(f"it is no JSON list of observations: {buffer[:20]!r} where {state} was expected")
+            buffer, state = buffer[1:], states[state][buffer[0]]
+            continue
+        except (json.JSONDecodeError, IndexError, RecursionError) as error:
+            if not more or len(buffer) > MAX_CHECKPOINT_BYTES:
                 raise ValueError(f"it is no JSON list of observations: {error}") from error
         piece = text.read(1 << 16)
         more = bool(piece)
