@@ -1165,8 +1165,8 @@ class TensorUnpickler(pickle._Unpickler):
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(StateDict())  # type: ignore[attr-defined]
     STORAGES = {name: SavedStorage(dtype, width, memoryview(b"")) for name, dtype, width in (  # noqa: RUF012
         ("FloatStorage", "float32", 4), ("DoubleStorage", "float64", 8), ("HalfStorage", "float16", 2),
-        ("LongStorage", "int64", 8), ("IntStorage", "int32", 4), ("ByteStorage", "uint8", 1), ("BoolStorage", "bool", 1),
-    )}
+        ("LongStorage", "int64", 8), ("IntStorage", "int32", 4), ("ByteStorage", "uint8", 1),
+        ("BoolStorage", "bool", 1))}
 
     def __init__(self, name: str, pickled: bytes, storages: dict[str, memoryview]) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -1513,8 +1513,8 @@ def json_rows(text: Any) -> Iterator[Any]:
                 yield row
                 buffer, state = buffer[end:], "separator"
                 continue
-            states: dict[str, dict[str, str]] = {
-                "start": {"[": "first row"}, "first row": {"]": "end"}, "separator": {",": "row", "]": "end"}, "end": {}}
+            states: dict[str, dict[str, str]] = {"start": {"[": "first row"}, "first row": {"]": "end"},
+                                                 "separator": {",": "row", "]": "end"}, "end": {}}
             if buffer[0] not in states[state]:
                 raise ValueError(f"it is no JSON list of observations: {buffer[:20]!r} where {state} was expected")
             buffer, state = buffer[1:], states[state][buffer[0]]

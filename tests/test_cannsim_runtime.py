@@ -938,6 +938,57 @@ def test_builds_at_once_build_once(tmp_path: Path) -> None:
     assert not (out / ".stamp").exists()
 
 
+# A CUDA build of torch
+
+# As in torch: one library has the names of the allocator's settings, and another one registers CUDA's there.
+ALLOCATOR = """
+#include <string>
+#include <unordered_set>
+namespace c10::CachingAllocator {
+struct AcceleratorAllocatorConfig {
+  static std::unordered_set<std::string> &getMutableKeys();
+};
+std::unordered_set<std::string> &AcceleratorAllocatorConfig::getMutableKeys() {
+  static std::unordered_set<std::string> keys{"everyone's", "CUDA's", "CUDA's too"};
+  return keys;
+}
+}  // namespace c10::CachingAllocator
+extern "C" int known(const char *key) {
+  return c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys().count(key) != 0;
+}
+"""
+CUDA_ALLOCATOR = """
+#include <string>
+#include <unordered_set>
+namespace c10::cuda::CUDACachingAllocator {
+struct CUDAAllocatorConfig {
+  static const std::unordered_set<std::string> &getKeys() {
+    static std::unordered_set<std::string> keys{"CUDA's", "CUDA's too"};
+    return keys;
+  }
+};
+const auto &registered = CUDAAllocatorConfig::getKeys();
+}  // namespace c10::cuda::CUDACachingAllocator
+"""
+
+
+def test_the_names_of_cuda_settings_are_free_for_torch_npu(run: Run, tmp_path: Path) -> None:
+    body = """
+    c10 = c.CDLL("libc10.so")
+    print([c10.known(key) for key in (b"everyone's", b"CUDA's", b"CUDA's too")])
+    """
+    libraries = []
+    for name, source, expected in (
+        ("libc10.so", ALLOCATOR, "[1, 1, 1]"),
+        ("libc10_cuda.so", CUDA_ALLOCATOR, "[1, 0, 0]"),
+    ):
+        library = tmp_path / name
+        compiler = [os.environ.get("CXX", "g++"), "-x", "c++", "-std=c++17", "-shared", "-fPIC", "-", "-o", library]
+        subprocess.run([*compiler, f"-Wl,-soname,{name}"], input=source, text=True, check=True, timeout=60)
+        libraries.append(str(library))
+        assert run(body, LD_PRELOAD=":".join(libraries)).stdout.strip() == expected
+
+
 # The real torch_npu on top
 
 Torch = Callable[..., support.Result]

@@ -8,7 +8,6 @@ import copy
 import hashlib
 import importlib.util
 import io
-import itertools
 import json
 import math
 import os
@@ -518,8 +517,10 @@ def rewrite_outputs(path: Path, change: Callable[[dict[str, np.ndarray]], None])
 
 OUTPUT_CHANGES: dict[str, Callable[[dict[str, np.ndarray]], Any]] = {
     "a value that is shown": lambda arrays: arrays["value"].__setitem__((3, 0), 1.0),
-    **{f"{name} of a later row": (lambda name: lambda arrays: np.atleast_2d(arrays[name].T).T.__setitem__((30, 0), 0.7))(name)
-       for name in ("log_prob", "entropy", "probs", "logits")},
+    "the log_prob of a later row": lambda arrays: arrays["log_prob"].__setitem__(30, -0.7),
+    "the entropy of a later row": lambda arrays: arrays["entropy"].__setitem__(30, 0.7),
+    "the probabilities of a later row": lambda arrays: arrays["probs"].__setitem__((30, 0), 0.7),
+    "the logits of a later row": lambda arrays: arrays["logits"].__setitem__((30, 0), 0.7),
     "the action of a later row": lambda arrays: arrays["action"].__setitem__(30, 1 - arrays["action"][30]),
     "no action": lambda arrays: arrays["action"].__setitem__(30, 7),
     "NaN in a later row": lambda arrays: arrays["value"].__setitem__((30, 0), np.nan),
@@ -592,7 +593,8 @@ def test_damaged_outputs_are_found(evidence_of, damage):
 @pytest.mark.parametrize("file", [LOG, MARKER, NPU_SMI, OUTPUTS])
 def test_a_file_of_another_run_is_found(cli, sets, evidence_of, tmp_path, file):
     """Of the same checkpoint and the same observations."""
-    done = cli(*support.STANDIN_ARGS, "--observations", "rows.npy", "--hold-seconds", 0, "--log-dir", tmp_path / "again")
+    args = (*support.STANDIN_ARGS, "--observations", "rows.npy", "--hold-seconds", 0, "--log-dir", tmp_path / "again")
+    done = cli(*args)
     assert done.code == 0, done.stderr
     evidence = evidence_of("rows")
     shutil.copy(tmp_path / "again" / file, evidence.path)
@@ -782,11 +784,16 @@ def test_it_needs_nothing_but_the_standard_library_and_writes_nothing(cli, sets,
     shutil.copy(cli.project / "inference.py", project)
     shutil.copytree(cli.project / "tests/data", project / "tests/data")
     directory = shutil.copytree(sets["rows"], project / "set")
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in project.rglob("*") if path.is_file()}
+
+    def state() -> dict[Path, tuple[bytes, int]]:
+        files = [path for path in project.rglob("*") if path.is_file()]
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+    before = state()
     done = subprocess.run([sys.executable, "-I", "-S", project / "inference.py", "--check", directory],
                           capture_output=True, text=True, env={}, cwd=project)  # fmt: skip
     assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "VALID")
-    assert before == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in project.rglob("*") if path.is_file()}
+    assert state() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0 and shutil.which("unshare") is None, reason="a read-only mount needs root")
