@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+#
+# Runs the end-to-end case on every combination of versions and prints a table:  tests/matrix.sh [--list] [--only NAME]
+#
+# Run by hand: it downloads gigabytes and takes half an hour. matrix.py says what it does; PYTHON picks the interpreter
+# that runs it, not those that are tried.
+set -euo pipefail
+
+exec "${PYTHON:-python3}" "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/matrix.py" "$@"
