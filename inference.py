@@ -41,6 +41,7 @@ import ast
 import contextlib
 import csv
 import ctypes
+import errno
 import fcntl
 import hashlib
 import io
@@ -54,6 +55,7 @@ import re
 import select
 import shutil
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -513,9 +515,11 @@ class Evidence:
         if self.news_fd >= 0:
             names = ("stage", "stage_started", "deadline", "npu_smi_pid", "crash_hint", "result")
             news = json.dumps({name: getattr(self, name) for name in names}).encode() + b"\n"
-            with contextlib.suppress(BrokenPipeError):  # a watcher that was killed
+            try:
                 while news:
                     news = news[os.write(self.news_fd, news):]
+            except BrokenPipeError as error:
+                raise EvidenceUnwritable("the process that watches this one was killed", "start it again") from error
 
     def say(self, line: str, echo: bool = True) -> None:
         """One line for the log, and for stdout."""
@@ -618,6 +622,9 @@ class Evidence:
     def commit(self) -> None:
         """End a run that succeeded."""
         with self.pen():
+            if (self.dir / RESULT_FILE).exists():
+                # The watcher has concluded this run, and was killed before it could end it.
+                os._exit(json.loads((self.dir / RESULT_FILE).read_text())["exit_code"])
             end_of_log = os.fstat(self.log_fd).st_size
             self.result["exit_code"] = 0
             try:
@@ -678,6 +685,9 @@ def replace_file(path: Path, data: bytes | Callable[[IO[bytes]], None], before_r
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot
+            raise
     finally:
         os.close(directory)
 
@@ -742,9 +752,17 @@ class Watcher:
         # thread of its own, so that no call of CANN is interrupted.
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        for signum in signals:
-            signal.signal(signum, lambda *_: None)
+        self.signals = signals
+        self.catch_signals()
+        # A process that a library forks (CANN's operator compiler) must not keep the run's pipes, locks and log open.
+        own = (news_fd, wakeup, evidence.pen_fd, evidence.lock_fd, evidence.log_fd)
+        os.register_at_fork(after_in_child=lambda: close_all(own))
         threading.Thread(target=self.receive, args=(signals,), name="signals", daemon=True).start()
+
+    def catch_signals(self) -> None:
+        """Again after CANN's initialisation, which may set handlers of its own."""
+        for signum in self.signals:
+            signal.signal(signum, lambda *_: None)
 
     def receive(self, signals: list[signal.Signals]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
@@ -763,9 +781,11 @@ class Watcher:
         # flock tells holders apart by how they opened the file, and a fork shares that
         evidence.pen_fd = os.open(f"/proc/self/fd/{evidence.pen_fd}", os.O_RDWR)
 
-        def listen() -> bool:
-            """Take in what the parent tells; False when it has ended."""
+        def listen(wait: float) -> bool:
+            """Take in what the parent tells within so many seconds; False when it has ended."""
             nonlocal pending
+            if not select.select([news], [], [], wait)[0]:
+                return os.getppid() == parent  # a process that it forked may hold the pipe open
             piece = os.read(news, 1 << 20)
             *lines, pending = (pending + piece).split(b"\n")
             for line in lines:
@@ -774,25 +794,26 @@ class Watcher:
 
         failure: Failure | None = None
         spoken = False
-        while failure is None:
-            left = None if math.isinf(evidence.deadline) else max(0.0, evidence.deadline - time.monotonic())
+        while failure is None and os.getppid() == parent:
+            left = min(1.0, max(0.0, evidence.deadline - time.monotonic()))
             ready = select.select([news, caught], [], [], left)[0]
-            if news in ready and not listen():
+            if news in ready and not listen(0.0):
                 break
-            if caught in ready and (number := os.read(caught, 1)):
+            number = os.read(caught, 1) if caught in ready else b""
+            if number and 128 + number[0] in exits:  # other signals are a library's own
                 failure = Interrupted(number[0])
-            elif not ready:
+            elif not ready and time.monotonic() >= evidence.deadline:
                 failure = device_timeout(evidence.stage)
         if failure:
             with evidence.pen():  # waits for a parent that is concluding the run itself, until it has ended
-                while select.select([news], [], [], 0)[0] and listen():
+                while select.select([news], [], [], 0)[0] and listen(0.0):
                     pass
                 if evidence.stage != "end" and os.getppid() == parent:
                     code = evidence.conclude(failure)
                     spoken = True
                     end_processes(descendants(parent))
                     os.write(exits[code], b"!")
-            while listen():
+            while listen(0.1):
                 pass
         if evidence.stage != "end" and not spoken:
             evidence.release_stderr()
@@ -831,11 +852,17 @@ class ExitOnByte:
             raise EvidenceUnwritable("aio_read failed: the run cannot be watched", "raise the limit of processes")
 
 
+def close_all(fds: tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
 def leave(evidence: Evidence, exit_code: int) -> None:
     """End the process here. torch_npu's exit hooks would turn a failed teardown into exit 0, or crash on the way."""
     evidence.stage = "end"
-    evidence.tell_watcher()
-    end_processes(descendants(os.getpid()))  # CANN's operator compiler keeps a pool of processes
+    with contextlib.suppress(EvidenceUnwritable):
+        evidence.tell_watcher()
+    end_processes(descendants(os.getpid()))  # the watcher, and the pool that CANN's operator compiler keeps
     evidence.unlock()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with contextlib.suppress(OSError, ValueError):
@@ -986,7 +1013,7 @@ def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
         # O_NONBLOCK: opening a named pipe must not wait for a writer
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
-            if not os.path.isfile(path):
+            if not stat.S_ISREG(status.st_mode):
                 raise CheckpointRejected(f"{shown} is not a regular file", "name a checkpoint with --checkpoint")
             if status.st_size > MAX_CHECKPOINT_BYTES:
                 raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
@@ -1308,7 +1335,7 @@ def read_action_space(space: dict[str, Any], limit: int) -> dict[str, Any]:
 
 SPACES = r"gym(?:nasium)?\.spaces\.\w+"
 ACTIVATIONS = {"ReLU", "Tanh", "ELU", "LeakyReLU", "GELU", "SELU", "SiLU", "Sigmoid"}
-PLAIN_POLICY_KWARGS = {"ortho_init": bool, "use_sde": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
+PLAIN_POLICY_KWARGS = {"ortho_init": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
                        "share_features_extractor": bool, "normalize_images": bool}
 # Of training, or overwritten by the weights.
 UNUSED_POLICY_KWARGS = ("device", "optimizer_class", "optimizer_kwargs", "log_std_init")
@@ -1554,11 +1581,14 @@ FORCED_ENVIRONMENT = {
 }
 REMOVED_ENVIRONMENT = (
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",  # contradicts the above
-    "TORCH_NPU_WARNING_DISABLE", "TORCH_NPU_DISABLED_WARNING",  # would hide the line that tells of a CPU fallback
+    # Each would hide the line that tells of a CPU fallback; torch_npu warns in rank 0 alone.
+    "TORCH_NPU_WARNING_DISABLE", "TORCH_NPU_DISABLED_WARNING", "TORCH_CPP_LOG_LEVEL", "RANK",
+    # Together they make infinity the largest number and NaN 0, where nothing can see them.
+    "INF_NAN_MODE_ENABLE", "INF_NAN_MODE_FORCE_DISABLE",
 )
 DETERMINISM = {"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False,
-               "allow_hf32_conv": False, "deterministic_actions": True}
-FALLBACK = re.compile(rb"(?:will|to) fall ?back to (?:run on )?the CPU", re.IGNORECASE)
+               "allow_hf32_conv": False}
+FALLBACK = re.compile(rb"(?:will|to) fall ?back to (?:run on )?(?:the )?CPU", re.IGNORECASE)
 
 
 def prepare_environment(evidence: Evidence) -> None:
@@ -1595,6 +1625,7 @@ def npu(evidence: Evidence, watcher: Watcher) -> Any:
     try:
         result["npu_available"] = torch.npu.is_available()
         if not result["npu_available"]:
+            watcher.enter("npu", at_least_s=2 * NPU_SMI_TIMEOUT_S)
             raise NpuUnavailable("torch.npu.is_available() is False: no device", no_device_hint(
                 result["visible_devices"], npu_smi(["info"], evidence).text))
         torch.npu.set_device(0)
@@ -1612,15 +1643,21 @@ def npu(evidence: Evidence, watcher: Watcher) -> Any:
         if not name:
             raise RuntimeError("the device gives no name")
         result["device_count"] = torch.npu.device_count()
+        result["determinism"] = {
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "jit_compile": not torch.npu.is_jit_compile_false(),
+            "allow_hf32_matmul": torch.npu.matmul.allow_hf32, "allow_hf32_conv": torch.npu.conv.allow_hf32}
+        if result["determinism"] != DETERMINISM:
+            raise RuntimeError(f"torch_npu does not keep its settings: {result['determinism']}")
     except (RuntimeError, AssertionError, OSError) as error:
         raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
     if answer != [2.0] * 4 or str(ones.device) != DEVICE:
         raise NpuUnavailable(f"1 + 1 on {ones.device} gave {answer}", "the device or its driver is at fault")
     result.update(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""),
-                  device_nodes=device_nodes(),
-                  determinism=DETERMINISM)
+                  device_nodes=device_nodes())
     result["versions"]["cann"] = cann_version(torch_npu)
     result["versions"]["driver"] = driver_version()
+    watcher.enter("npu", at_least_s=2 * NPU_SMI_TIMEOUT_S)  # a slow npu-smi is no hung device
     result["versions"]["npu_smi"] = version_of(npu_smi(["-v"], evidence))
     evidence.log("npu")
     return torch
@@ -1697,7 +1734,7 @@ def import_torch_npu(evidence: Evidence) -> tuple[Any, Any]:
                                    f"{torch.__version__.partition('+')[0]}")
             evidence.tell_watcher()
         import torch_npu
-    except (ImportError, RuntimeError, OSError) as error:
+    except Exception as error:  # wheels that are no pair fail in many ways
         raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
                              npu_hint(f"{error} {error.__cause__}")) from error
     return torch, torch_npu
@@ -1773,7 +1810,8 @@ def device_nodes() -> list[str]:
 def no_cpu_fallback(evidence: Evidence) -> Iterator[None]:
     """Fail when torch_npu says on stderr that an operator ran on the CPU.
 
-    Releases before TORCH_NPU_FALLBACK_CPU_DISABLE only warn, once per process, from C++ and so past sys.stderr."""
+    Releases before TORCH_NPU_FALLBACK_CPU_DISABLE only warn, once per operator, from C++ and so past sys.stderr. What
+    stands there is kept until the forward is over; a run that fails releases it in Evidence.conclude."""
     evidence.capture_stderr()
     yield
     text = evidence.release_stderr()
@@ -2029,8 +2067,8 @@ def npu_smi(arguments: list[str], evidence: Evidence) -> Answer:
 
 
 def version_of(answer: Answer) -> str | None:
-    match = re.search(r"\d[\w.]*", "" if answer.problem else answer.text)
-    return match[0] if match else None
+    match = re.search(r"version\s*:?\s*(\d[\w.]*)", "" if answer.problem else answer.text, re.IGNORECASE)
+    return match[1] if match else None
 
 
 def answer_of(output: bytes, wrong: str) -> Answer:
@@ -2128,7 +2166,9 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
             evidence.say(f"[forward] rows={done}/{len(observations)} rows_per_s={rate:.0f} "
                          f"left={(len(observations) - done) / rate:.0f}s")
     if outputs:
+        watcher.enter("forward", at_least_s=math.inf)  # nor is a slow disk
         outputs.save()
+    watcher.enter("forward")
     devices = sorted({description["device"] for description in passes.outputs.values()})
     result.update(forward_s=round(passes.seconds, 6), input_device=passes.input_device, outputs=passes.outputs,
                   output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
@@ -2148,7 +2188,7 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
     if reference:
         reference.conclude(evidence)
     if args.benchmark:
-        benchmark(args.benchmark, passes, benchmark_reference, evidence, watcher)
+        benchmark(args.benchmark, args.tolerance, passes, benchmark_reference, evidence, watcher)
 
 
 class Passes:
@@ -2322,8 +2362,10 @@ class CpuReference:
                 # Where the CPU finds both actions as likely, the choice between them is a tie and no disagreement.
                 chosen = self.policy.action_dist.log_prob(self.torch.from_numpy(npu["action"])).numpy()
                 ties = differ & (numpy.abs(chosen - cpu["log_prob"]) <= self.tolerance)
-            else:  # a Gaussian action is a number like the others, compared as such below
-                ties = differ
+            else:  # a Gaussian action is a number like the others
+                allowed = self.tolerance * numpy.maximum(1.0, numpy.abs(cpu["action"]))
+                differ = (numpy.abs(cpu["action"] - npu["action"]) > allowed).reshape(len(chunk), -1).any(axis=1)
+                ties = numpy.zeros_like(differ)
         self.rows += len(chunk)
         self.agreeing += int((~differ).sum())
         self.ties += int(ties.sum())
@@ -2361,7 +2403,7 @@ BENCHMARK_BATCHES = (1, 16, 256, 4096)
 BENCHMARK_BATCH_PASSES = 20
 
 
-def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
+def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
               watcher: Watcher) -> None:
     """Warm passes, from observations on the host to all outputs on the host, and the outputs of each pass checked.
 
@@ -2378,9 +2420,10 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
         raise ForwardFailed("the benchmark's action is not the evidence's", "the device or a kernel is at fault")
 
     def timed(batch: int, times: int) -> list[float]:
-        watcher.enter("benchmark")
         seconds = []
         for number in range(BENCHMARK_WARM_UP + times):
+            if number % 1000 == 0:
+                watcher.enter("benchmark")
             which = (numpy.arange(batch) + number) % len(varied)
             observations = varied[which]
             started = time.perf_counter()
@@ -2388,8 +2431,8 @@ def benchmark(passes_wanted: int, passes: Passes, chunk: numpy.ndarray[Any, Any]
             seconds.append(time.perf_counter() - started)
             for name, array in values.items():
                 wanted = numpy.concatenate([expected[i][name] for i in which])
-                # float32 sums differ a little between batch shapes
-                if not numpy.allclose(array, wanted, rtol=1e-4, atol=1e-4):
+                # sums differ a little between batch shapes, and more where they are float16
+                if not numpy.allclose(array, wanted, rtol=tolerance, atol=tolerance):
                     raise ForwardFailed(f"pass {number} of the benchmark gave another {name} than before",
                                         "a forward was cached or skipped, or the device is at fault")
         return seconds[BENCHMARK_WARM_UP:]
@@ -2415,7 +2458,7 @@ def final(torch: Any, evidence: Evidence, watcher: Watcher) -> None:
     watcher.enter("final")
     torch.npu.synchronize()  # an error that is still on its way ends the run here
     # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
-    retries = torch.npu.memory_stats().get("num_alloc_retries", 0)
+    retries = torch.npu.memory_stats()["num_alloc_retries"]
     if retries:
         raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
                             "the device is full or at fault: npu-smi info shows its memory")
@@ -2431,6 +2474,7 @@ def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
     prepare_environment(evidence)
     with no_cpu_fallback(evidence):
         torch = npu(evidence, watcher)
+        watcher.catch_signals()
         model = load(checkpoint, torch, evidence, watcher)
         ready(args, evidence, watcher)
         forward(args, model, checkpoint, observations, torch, evidence, watcher)
@@ -2450,8 +2494,7 @@ STAGE_FAILURES = {
 CHECK_TOLERANCE = 2e-3  # of recomputed float32 values; some chips compute them in float16
 MAX_TEXT_BYTES = 64 << 20  # of the result, the log, the marker and what npu-smi printed
 CLOCK_TOLERANCE_S = 2e-5  # of sums of times, each rounded to the microsecond
-FAILURE_CODES = {cls.__name__: cls.code for cls in (UsageError, CheckpointRejected, NpuUnavailable, LoadFailed,
-                                                    ForwardFailed, DeviceTimeout, EvidenceUnwritable)}
+FAILURE_CODES = {failure.__name__: failure.code for failure in Failure.__subclasses__()}
 OPTIONAL_TEXT = (str, type(None))
 
 # The form of what is nested in the result: types, a list of one form, a dict of given keys, or of any key ("*").

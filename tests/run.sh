@@ -20,4 +20,5 @@ if [[ $# -eq 0 ]]; then
   fi
 fi
 export TEST_SIMULATOR=$simulator
-exec "$test_python" -m pytest "$@"
+# Three at a time on two cores: much of what the tests do is wait for a hold, a timeout or a signal.
+exec "$test_python" -m pytest -n "${TEST_WORKERS:-3}" --dist loadfile "$@"
