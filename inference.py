@@ -1729,11 +1729,14 @@ def import_torch_npu(evidence: Evidence) -> tuple[Any, Any]:
     try:
         import torch
 
-        if torch.version.cuda:  # then torch_npu 2.13 and 2.14 call abort(), and only the watcher is left to say why
+        usual_hint = evidence.crash_hint
+        if torch.version.cuda:  # then torch_npu 2.13 and 2.14 may call abort(), and only the watcher is left to say why
             evidence.crash_hint = (f"torch_npu aborts beside a CUDA build of torch: install the CPU build of "
                                    f"{torch.__version__.partition('+')[0]}")
             evidence.tell_watcher()
         import torch_npu
+
+        evidence.crash_hint = usual_hint
     except Exception as error:  # wheels that are no pair fail in many ways
         raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
                              npu_hint(f"{error} {error.__cause__}")) from error
@@ -2202,9 +2205,7 @@ class Passes:
 
     def run(self, chunk: numpy.ndarray[Any, Any], timed: bool = True) -> dict[str, numpy.ndarray[Any, Any]]:
         """One pass over float32 observations (n, *shape). Raises ForwardFailed unless all that it gives is finite."""
-        import numpy
-
-        with self.torch.no_grad():
+        with self.torch.inference_mode():
             started = time.monotonic()
             observations = self.torch.from_numpy(chunk).to(DEVICE)
             outputs = policy_outputs(self.policy, observations, self.torch)
@@ -2212,11 +2213,7 @@ class Passes:
                 self.torch.npu.synchronize()
                 self.seconds += time.monotonic() - started
                 self.record(observations, outputs)
-            values = to_host(outputs, self.torch)
-        for name, array in values.items():
-            if not numpy.isfinite(array).all():
-                raise ForwardFailed(f"{name} is NaN or infinite", "the weights overflow on these observations")
-        return values
+            return to_host(outputs, self.torch)
 
     def record(self, observations: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
         self.input_device = str(observations.device)
@@ -2292,7 +2289,12 @@ def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[
 
 
 def to_host(outputs: dict[str, torch.Tensor], torch: Any) -> dict[str, numpy.ndarray[Any, Any]]:
-    """The outputs as numpy arrays: one copy for all float32 together, one more for integer actions."""
+    """The outputs as numpy arrays: one copy for all float32 together, one more for integer actions.
+
+    Raises ForwardFailed unless all are finite: one check in the place of torch's validation of distributions.
+    """
+    import numpy
+
     count = len(outputs["value"])
     floats = {name: tensor.reshape(count, -1) for name, tensor in outputs.items() if tensor.dtype == torch.float32}
     together = torch.cat(list(floats.values()), dim=1).cpu().numpy()
@@ -2304,6 +2306,9 @@ def to_host(outputs: dict[str, torch.Tensor], torch: Any) -> dict[str, numpy.nda
             start += width
         else:
             values[name] = tensor.cpu().numpy()
+    if not numpy.isfinite(together).all():
+        wrong = ", ".join(name for name, array in values.items() if not numpy.isfinite(array).all())
+        raise ForwardFailed(f"{wrong} is NaN or infinite", "the weights overflow on these observations")
     return values
 
 

@@ -120,7 +120,8 @@ class Process:
 
     def kill(self) -> None:
         if self.running():
-            os.kill(self.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self.pid, signal.SIGKILL)
             self._ended_within(30)
 
     def _ended_within(self, seconds: float) -> int | None:

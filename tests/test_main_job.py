@@ -305,7 +305,7 @@ NO_MODULE = "raise ModuleNotFoundError(\"No module named 'torch_npu'\", name='to
     ("cause", "words"),
     [
         ("no packages", "No module named .*install"),
-        ("no torch_npu", "No module named 'torch_npu'.*install torch and torch_npu"),
+        ("no torch_npu", "No module named 'torch_npu'.*pip install torch=="),
         ("no CANN", r"lib\w+\.so.*set_env\.sh"),
         ("no device", "no device"),
         ("hidden devices", "ASCEND_RT_VISIBLE_DEVICES"),

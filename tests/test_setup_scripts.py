@@ -315,13 +315,13 @@ def test_run_sh_fails_when_a_linter_or_a_test_fails_and_passes_arguments_on(bare
         module = tool.replace("TOOL", name)
         if name == "pytest":
             module = "import torch_npu\n" + module  # of the interpreter below
-        wheel(tmp_path / "wheels", name, version, module)
+        wheel(tmp_path / "wheels", name.replace("-", "_"), version, module)
 
     full = bare.run(script="run.sh", cwd=tmp_path)
     assert full.returncode == 0, full.stderr
     assert [line.split()[0] for line in full.stdout.splitlines()] == ["ruff", "mypy", "pytest"]
-    one = bare.run("tests/test_x.py", "-k", "a b", script="run.sh", cwd=tmp_path)
-    assert one.stdout == "pytest tests/test_x.py -k a b\n"
+    one = bare.run("tests/test_x.py", "-k", "a b", script="run.sh", cwd=tmp_path, TEST_WORKERS="2")
+    assert one.stdout == "pytest -n 2 --dist loadfile tests/test_x.py -k a b\n"
     failed = bare.run(script="run.sh", STATUS=5)
     assert failed.returncode == 5
     assert failed.stdout.startswith("ruff ")

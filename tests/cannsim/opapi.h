@@ -35,9 +35,13 @@ struct DeviceFault {  // thrown while the kernel runs
   std::string message;
 };
 
-inline void require(bool condition, const std::string &message) {
-  if (!condition) throw Refusal{kInvalidArgument, message};
-}
+[[noreturn]] inline void refuse(const std::string &message) { throw Refusal{kInvalidArgument, message}; }
+
+// A macro, so that a message is made only when it is needed: every launch passes a dozen of these checks.
+#define require(condition, ...)                    \
+  do {                                             \
+    if (!(condition)) ::opapi::refuse(__VA_ARGS__); \
+  } while (false)
 
 // ---- Operators ------------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,7 @@ struct Stream {
   std::condition_variable idle;
   std::deque<Task> tasks;
   bool busy = false;
+  bool asleep = false;  // its thread waits on `work`
   bool started = false;  // the thread is created by the first task
   bool alive = true;
   int error = 0;         // sticky: of the first task that failed

@@ -2,6 +2,7 @@
 #include "runtime.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <chrono>
@@ -29,7 +30,15 @@ int run(const Stream &stream, const Task &task) {
 void work(Stream *stream) {
   std::unique_lock<std::mutex> lock(stream->mutex);
   for (;;) {
+    // A device does not fall asleep between two launches; nor does its thread, for a moment.
+    for (int turn = 0; turn < 200 && stream->tasks.empty() && stream->alive; turn++) {
+      lock.unlock();
+      sched_yield();
+      lock.lock();
+    }
+    stream->asleep = true;
     stream->work.wait(lock, [stream] { return !stream->tasks.empty() || !stream->alive; });
+    stream->asleep = false;
     if (stream->tasks.empty()) return;
     const Task task = std::move(stream->tasks.front());
     stream->tasks.pop_front();
@@ -189,14 +198,19 @@ int wait_for(Stream *stream, int timeout_ms) {
 }
 
 void post(Stream *stream, Task task) {
-  const std::lock_guard<std::mutex> lock(stream->mutex);
-  if (!stream->alive) return;
-  stream->tasks.push_back(std::move(task));
-  if (!stream->started) {
-    stream->started = true;
-    start_thread(stream);
+  bool asleep = false;
+  {
+    const std::lock_guard<std::mutex> lock(stream->mutex);
+    if (!stream->alive) return;
+    stream->tasks.push_back(std::move(task));
+    if (!stream->started) {
+      stream->started = true;
+      start_thread(stream);
+    }
+    asleep = stream->asleep;
   }
-  stream->work.notify_one();
+  // Waking a thread that is awake costs a system call, and with the lock held it would only run into that.
+  if (asleep) stream->work.notify_one();
 }
 
 int enqueue(aclrtStream handle, const std::string &name, std::function<int()> task) {
