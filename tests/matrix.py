@@ -74,8 +74,12 @@ ENVIRONMENTS = {
 COLUMNS = ("environment", "Python", "torch", "torch_npu", "SB3", "gymnasium", "numpy", "outcome", "seconds")
 
 CUDA_NOTE = """\
-`+cu`: a CUDA build, since the package index has no other torch for x86-64. The simulator accepts it. On a real CANN,
-torch_npu 2.13.0 and later abort beside one; install the CPU build (`+cpu`) from PyTorch's own index there."""
+`+cu`: a CUDA build, since the package index has no other torch for x86-64. The simulator makes room for it; without
+that, torch_npu 2.13.0 and 2.14.0 abort beside one, so on a real NPU install the CPU build (`+cpu`) from PyTorch's own
+index."""
+NOTE_2_9 = """\
+The x86-64 wheel of torch_npu 2.9.0 asks for torch 2.9.0+cpu, and does not ask for PyYAML, which it imports. Beside any
+other torch 2.9.0: `pip install pyyaml` and `pip install --no-deps torch_npu==2.9.0`."""
 
 
 class NotInstalled(Exception):
@@ -153,6 +157,8 @@ def print_table(rows: list[Row]) -> None:
         print(f"| {' | '.join(row.cells())} |")
     if any("+cu" in row.versions.get("torch", "") for row in rows):
         print(f"\n{CUDA_NOTE}")
+    if any(row.versions.get("torch_npu") == "2.9.0" for row in rows):
+        print(f"\n{NOTE_2_9}")
 
 
 def measure(row: Row) -> None:
