@@ -977,8 +977,9 @@ def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
     return Checkpoint(raw, data, network, tensors, pinned)
 
 
-FETCH_HINT = (f"fetch it: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision {SOURCE_REVISION} --local-dir . "
-              f"(SHA256 {CHECKPOINT_SHA256}); or name another with --checkpoint and --sha256")
+FETCH_HINT = (f"fetch it, in the directory of inference.py: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision "
+              f"{SOURCE_REVISION} --local-dir . (SHA256 {CHECKPOINT_SHA256}); or name another with --checkpoint and "
+              "--sha256")
 
 
 def fetch_checkpoint() -> Path | None:
@@ -1669,7 +1670,7 @@ TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/sim
 NPU_HINTS = (
     (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in "
      "the CANN image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
-    (r"No module named '(numpy|stable_baselines3|gymnasium|cloudpickle)", "python3 -m pip install -r requirements.txt"),
+    (r"No module named '?yaml", "torch_npu 2.9 needs PyYAML and does not say so: python3 -m pip install pyyaml"),
     (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start "
      "it with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source "
      "/usr/local/Ascend/driver/bin/setenv.bash"),
