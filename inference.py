@@ -401,6 +401,7 @@ class Evidence:
         self.npu_smi_pid = 0
         self.crash_hint = "the CANN logs (plog) may tell more"
         self.unread: set[int] = set()  # stdout or stderr, once nobody reads it
+        self.stdout_fd = os.dup(1)
         self.terminal = os.isatty(1) and os.environ.get("TERM") != "dumb"
         self.colour = self.terminal and not os.environ.get("NO_COLOR")
         self.stderr_fd = os.dup(2)
@@ -548,7 +549,7 @@ class Evidence:
             data = re.sub(rb"^(\[[\w-]+\])", rb"\033[36m\1\033[0m", data)
             data = re.sub(rb"=(True\b|0 (?=result_json))", rb"=\033[32m\1\033[0m", data)
             data = re.sub(rb"=(False\b|\d+ (?=result_json))", rb"=\033[1;31m\1\033[0m", data)
-        self.pour(1, data)
+        self.pour(self.stdout_fd, data)
 
     def pour(self, fd: int, data: bytes) -> None:
         # Both streams are a courtesy beside the log: a reader that went away (| head -1) or stopped reading must not
@@ -565,14 +566,19 @@ class Evidence:
         self.pour(self.stderr_fd, (log_text(line) + "\n").encode())
 
     def capture_stderr(self) -> None:
-        """From here on, stderr is kept (see no_cpu_fallback) until it is released."""
+        """From here on, stderr is kept (see no_cpu_fallback) until it is released, and what libraries print with it.
+
+        stdout is the log's alone: a library that prints to one that nobody reads would fail in the middle of its work.
+        """
+        os.dup2(self.captured_stderr.fileno(), 1)
         os.dup2(self.captured_stderr.fileno(), 2)
 
     def release_stderr(self) -> bytes:
         """Print what was kept, once, and return it."""
-        if sys.stderr:
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             with contextlib.suppress(OSError, ValueError):
-                sys.stderr.flush()
+                stream.flush()
+        os.dup2(self.stdout_fd, 1)
         os.dup2(self.stderr_fd, 2)
         self.captured_stderr.seek(0)
         text: bytes = self.captured_stderr.read()
@@ -1715,7 +1721,7 @@ def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) ->
     if devices and not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
         return npu_hint("-8005")
     if devices or listed:
-        return (f"{listed or len(devices)} devices are here, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: "
+        return (f"devices here: {listed or len(devices)}, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: "
                 "they count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; "
                 f"{TRY_SIMULATOR}")
     return (f"there is no /dev/davinci*: in a container, start it with {device_options('davinci0')}; on the host, "

@@ -126,7 +126,7 @@ def test_a_forked_program_is_spared_the_imports(cli, script):
 
 def test_the_death_of_the_server_is_reported(simulator, script, tmp_path):
     runner = support.Cli(simulator, tmp_path / "project")
-    path = script("import os, signal, time; os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)")
+    path = script("import os, signal, time; time.sleep(1); os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)")
     process = runner.start(script=path)
     with pytest.raises(RuntimeError, match=f"fork server ended with -{int(signal.SIGKILL)}"):
         process.wait(20)

@@ -63,7 +63,10 @@ def first_line(block: str) -> str:
 # The commands, in the order of the page ------------------------------------------------------------------------------
 
 # python3 of the blocks. inference.py runs in a process that has torch imported (see Desk), all else in Python itself.
-SHIM = """#!{python} -IS
+# The first lines are shell, for a path with a space in it.
+SHIM = """#!/bin/sh
+'''exec' "{python}" -IS "$0" "$@"
+' '''
 import json, os, socket, sys
 if sys.argv[1:2] != ["inference.py"]:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
