@@ -267,7 +267,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, and no million rows")
     with tempfile.TemporaryDirectory() as directory:
         table = rows_of_table(Path(directory), parser.parse_args().quick)
-    print("| simulated NPU | inference.py | compared with plain SB3, or what the row names | found (limit) | on hardware |")
+    print("| simulated NPU | inference.py | compared with plain SB3, or what the row names | found (limit) "
+          "| on hardware |")
     print("| --- | --- | --- | --- | --- |")
     print("\n".join(map(str, table)))
     return int(any(row.missed() for row in table))
