@@ -369,8 +369,9 @@ LOG: dict[str, Callable[[Result], list[str]]] = {
         *(fields(f"[cpu-reference] {name}", measures) for name, measures in r["cpu_reference"]["outputs"].items())]
     if r["cpu_reference"] else [],
     "benchmark": lambda r: [
-        fields("[benchmark]" + (" SIMULATED" if r["simulated"] else ""), line)
-        for line in (r["benchmark"]["single"], *r["benchmark"]["batches"])] if r["benchmark"] else [],
+        fields("[benchmark]" + (" SIMULATED" if r["simulated"] else ""), {"forward": forward, **line})
+        for forward, line in (("recorded", r["benchmark"]["single"]), ("eager", r["benchmark"]["eager"]),
+                              *(("recorded", line) for line in r["benchmark"]["batches"]))] if r["benchmark"] else [],
 }
 PROGRESS = re.compile(r"\[forward\] rows=(\d+)/(\d+) rows_per_s=\d+ left=\d+s")
 
@@ -386,6 +387,15 @@ def log_text(line: str) -> str:
 
 def shape_of(value: Any) -> list[int]:
     return [len(value), *shape_of(value[0])] if isinstance(value, list) and value else []
+
+
+@contextlib.contextmanager
+def writing(name: str) -> Iterator[None]:
+    """What the file system refuses inside ends the run with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
 
 
 class Evidence:
@@ -443,7 +453,8 @@ class Evidence:
         now = time.monotonic()
         if self.stage != "start":
             outcome = "failed" if self.result["error"] else "ok"
-            self.result["stages"] = [*(past for past in self.result["stages"] or [] if past["name"] != self.stage), {
+            past = [entry for entry in self.result["stages"] or [] if entry["name"] != self.stage]
+            self.result["stages"] = [*past, {
                 "name": self.stage, "elapsed_s": round(now - self.stage_started, 6), "outcome": outcome}]
             if stage:
                 self.stage_started = now
@@ -526,10 +537,8 @@ class Evidence:
         """One line for the log, and for stdout."""
         data = (log_text(line) + "\n").encode()
         with self.pen():
-            try:
+            with writing("npu_inference.log"):
                 written = os.write(self.log_fd, data)
-            except OSError as error:
-                raise EvidenceUnwritable(f"npu_inference.log: {error.strerror}", "free some space") from error
             if written != len(data):
                 raise EvidenceUnwritable("npu_inference.log: no space left", "free some space")
             if echo:
@@ -589,18 +598,12 @@ class Evidence:
 
     def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
         """Write a file of the run atomically and durably."""
-        try:
-            with self.pen():
-                replace_file(self.dir / name, data)
-        except OSError as error:
-            raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
+        with writing(name), self.pen():
+            replace_file(self.dir / name, data)
 
     def append(self, name: str, data: bytes) -> None:
-        try:
-            with self.pen(), open(self.dir / name, "ab") as file:
-                file.write(data)
-        except OSError as error:
-            raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
+        with writing(name), self.pen(), open(self.dir / name, "ab") as file:
+            file.write(data)
 
     def update_sums(self, lines: list[str]) -> None:
         """Replace the logs/ lines of the project's SHA256SUMS, and no other, when the run writes to its own logs/."""
@@ -614,7 +617,7 @@ class Evidence:
         """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
         now = self.enter(None)
         self.result.update(finished_at=self.now(now), total_s=round(now - self.started, 6))
-        try:
+        with writing(RESULT_FILE):
             os.fsync(self.log_fd)
             self.result["files"] = {
                 name: sha256_of(self.dir / name) for name in EVIDENCE_FILES if (self.dir / name).exists()}
@@ -622,8 +625,6 @@ class Evidence:
             hashes = {**self.result["files"], RESULT_FILE: hashlib.sha256(data).hexdigest()}
             replace_file(self.dir / RESULT_FILE, data, before_rename=lambda: self.update_sums(
                 [f"{digest}  logs/{name}" for name, digest in sorted(hashes.items())]))
-        except OSError as error:
-            raise EvidenceUnwritable(f"{RESULT_FILE}: {error.strerror}", "free some space") from error
 
     def commit(self) -> None:
         """End a run that succeeded."""
@@ -1423,26 +1424,20 @@ class Observations:
 
     rows: numpy.ndarray[Any, Any]
     source: str  # of an error message: what a row is called
+    chunk_rows: int  # of one pass
     first: int = 0  # number of the first row in the file
-    in_chunks: bool = True  # what the command line holds goes through in one
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def chunk_rows(self) -> int:
-        """Rows of one pass: a fixed number, so that memory does not grow with the file."""
-        if not self.in_chunks:
-            return len(self)
-        return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * math.prod(self.rows.shape[1:]))))
 
     def chunks(self) -> Iterator[numpy.ndarray[Any, Any]]:
         """The rows in order as contiguous float32 arrays. Raises UsageError on a value that float32 cannot hold."""
         import numpy
 
-        for start in range(0, len(self), self.chunk_rows()):
+        for start in range(0, len(self), self.chunk_rows):
             with numpy.errstate(over="ignore"):
                 # a copy: what a mapped file holds may change, what is checked, hashed and run may not
-                chunk = numpy.array(self.rows[start:start + self.chunk_rows()], dtype=numpy.float32, order="C")
+                chunk = numpy.array(self.rows[start:start + self.chunk_rows], dtype=numpy.float32, order="C")
             finite = numpy.isfinite(chunk.reshape(len(chunk), -1)).all(axis=1)
             if not finite.all():
                 row = self.first + start + int(finite.argmin())
@@ -1465,7 +1460,7 @@ def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence
         value = nested_zeros(shape) if args.observation is None else args.observation
         for rows in ([value], value):
             if all(has_shape(row, shape) for row in rows):
-                observations = Observations(numpy.array(rows, dtype=numpy.float64), "observation", in_chunks=False)
+                observations = Observations(numpy.array(rows, dtype=numpy.float64), "observation", len(rows))
                 break
         else:
             raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or "
@@ -1526,7 +1521,9 @@ def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...], evid
     first, end = (index - 1) * len(rows) // of, index * len(rows) // of
     if first == end:
         raise UsageError(f"--shard {index}/{of} of {len(rows)} rows is empty", "use fewer slices")
-    return Observations(rows[first:end], f"{shown}: row", first)
+    # a fixed number of rows in one pass, so that memory does not grow with the file
+    chunk_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * math.prod(shape))))
+    return Observations(rows[first:end], f"{shown}: row", chunk_rows, first)
 
 
 def csv_rows(text: Any) -> Iterator[list[float]]:
@@ -1556,7 +1553,7 @@ def json_rows(text: Any) -> Iterator[Any]:
         except (json.JSONDecodeError, IndexError, RecursionError) as error:
             if not more or len(buffer) > MAX_CHECKPOINT_BYTES:
                 raise ValueError(f"it is no JSON list of observations: {error}") from error
-        piece = text.read(1 << 16)
+        piece = text.read(max(1 << 12, len(buffer)))  # little, since each row moves the rest; a long row is soon whole
         more = bool(piece)
         buffer += piece
 
@@ -1864,6 +1861,7 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
                          f"the checkpoint and this SB3 do not fit, or the device failed: {DEVICE_HINT}") from error
     load_s = time.monotonic() - started
     model.policy.set_training_mode(False)
+    model.policy.requires_grad_(False)
     evidence.result.update(load_s=round(load_s, 6), policy_class=type(model.policy).__name__,
                            model_device=str(model.policy.device))
     check_placement(model.policy, checkpoint.tensors, evidence)
@@ -2158,9 +2156,9 @@ def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observ
     done, started, reported = 0, time.monotonic(), time.monotonic()
     for chunk in observations.chunks():
         watcher.enter("forward")
-        values = passes.run(chunk)
+        values = passes.run(chunk, counted=True)
         if done == 0:
-            again = passes.run(chunk, timed=False)
+            again = passes.run(chunk)
             result.update(observation=chunk[:SHOWN_ROWS if outputs else None].tolist(), repeated_rows=len(chunk),
                           bitwise_repeatable=all(values[n].tobytes() == again[n].tobytes() for n in values))
             result.update({name: array[:len(result["observation"])].tolist() for name, array in values.items()})
@@ -2206,29 +2204,50 @@ class Passes:
 
     def __init__(self, policy: Any, torch: Any) -> None:
         self.policy, self.torch = policy, torch
-        self.seconds = 0.0  # of the timed passes, each until the device had finished
+        self.seconds = 0.0  # of the counted passes, each until the device had finished
         self.input_device = ""
         self.outputs: dict[str, dict[str, Any]] = {}  # dtype, shape and device by name
 
-    def run(self, chunk: numpy.ndarray[Any, Any], timed: bool = True) -> dict[str, numpy.ndarray[Any, Any]]:
-        """One pass over float32 observations (n, *shape). Raises ForwardFailed unless all that it gives is finite."""
+    def run(self, chunk: numpy.ndarray[Any, Any], counted: bool = False) -> dict[str, numpy.ndarray[Any, Any]]:
+        """One pass over float32 observations (n, *shape). Raises ForwardFailed unless all that it gives is finite.
+
+        A pass that is `counted` belongs to the evidence: its time, and the devices and shapes that it saw.
+        """
         with self.torch.inference_mode():
             started = time.monotonic()
             observations = self.torch.from_numpy(chunk).to(DEVICE)
             outputs = policy_outputs(self.policy, observations, self.torch)
-            if timed:
+            if counted:
                 self.torch.npu.synchronize()
                 self.seconds += time.monotonic() - started
-                self.record(observations, outputs)
-            return to_host(outputs, self.torch)
+                self.note(observations, outputs)
+            return to_host(side_by_side(outputs, self.torch), outputs)
 
-    def record(self, observations: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
+    def note(self, observations: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
         self.input_device = str(observations.device)
         for name, tensor in outputs.items():
             rows = self.outputs[name]["shape"][0] if name in self.outputs else 0
             device = self.outputs[name]["device"] if rows else DEVICE
             self.outputs[name] = {"dtype": str(tensor.dtype), "shape": [rows + len(tensor), *tensor.shape[1:]],
                                   "device": str(tensor.device) if device == DEVICE else device}
+
+    def recorded(self, chunk: numpy.ndarray[Any, Any]) -> Callable[[numpy.ndarray[Any, Any]], Any]:
+        """A function like `run`, for as many rows: it launches the same kernels in the same order without the Python
+        of SB3 and torch.distributions around them, which for one observation takes a third of the time."""
+        outputs: dict[str, torch.Tensor] = {}
+
+        def one_pass(observations: torch.Tensor) -> torch.Tensor:
+            outputs.update(policy_outputs(self.policy, observations, self.torch))
+            return side_by_side(outputs, self.torch)
+
+        def replay(chunk: numpy.ndarray[Any, Any]) -> dict[str, numpy.ndarray[Any, Any]]:
+            with self.torch.inference_mode():
+                return to_host(operators(self.torch.from_numpy(chunk).to(DEVICE)), outputs)
+
+        with self.torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a shape becomes a constant is what is wanted here
+            operators = self.torch.jit.trace(one_pass, self.torch.from_numpy(chunk).to(DEVICE), check_trace=False)
+        return replay
 
 
 class OutputsFile:
@@ -2239,7 +2258,7 @@ class OutputsFile:
         self.parts: dict[str, tuple[IO[bytes], numpy.ndarray[Any, Any], int]] = {}  # raw rows, a sample, their count
 
     def append(self, values: dict[str, numpy.ndarray[Any, Any]]) -> None:
-        try:
+        with writing(OUTPUTS_FILE):
             for name, array in values.items():
                 if name not in self.parts:
                     part = tempfile.TemporaryFile(dir=self.evidence.dir)  # noqa: SIM115 (open until save)
@@ -2247,8 +2266,6 @@ class OutputsFile:
                 file, sample, rows = self.parts[name]
                 file.write(array.tobytes())
                 self.parts[name] = (file, sample, rows + len(array))
-        except OSError as error:
-            raise EvidenceUnwritable(f"{OUTPUTS_FILE}: {error.strerror}", "free some space") from error
 
     def save(self) -> None:
         import numpy
@@ -2295,26 +2312,32 @@ def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[
     return outputs
 
 
-def to_host(outputs: dict[str, torch.Tensor], torch: Any) -> dict[str, numpy.ndarray[Any, Any]]:
-    """The outputs as numpy arrays: one copy for all float32 together, one more for integer actions.
+def side_by_side(outputs: dict[str, torch.Tensor], torch: Any) -> torch.Tensor:
+    """All outputs as columns of one float32 tensor (n, total), so that a single copy brings them to the host.
+
+    An integer action stays exact: no checkpoint of MAX_CHECKPOINT_BYTES has weights for more than 2**24 choices.
+    """
+    columns = [tensor.reshape(len(tensor), -1).float() for tensor in outputs.values()]
+    return torch.cat(columns, dim=1)  # type: ignore[no-any-return]
+
+
+def to_host(joined: torch.Tensor, outputs: dict[str, torch.Tensor]) -> dict[str, numpy.ndarray[Any, Any]]:
+    """Numpy arrays with the names, shapes and types of `outputs`, cut from what `side_by_side` made.
 
     Raises ForwardFailed unless all are finite: one check in the place of torch's validation of distributions.
     """
     import numpy
 
-    count = len(outputs["value"])
-    floats = {name: tensor.reshape(count, -1) for name, tensor in outputs.items() if tensor.dtype == torch.float32}
-    together = torch.cat(list(floats.values()), dim=1).cpu().numpy()
+    array = joined.cpu().numpy()
     values, start = {}, 0
     for name, tensor in outputs.items():
-        if name in floats:
-            width = floats[name].shape[1]
-            values[name] = together[:, start:start + width].reshape(tuple(tensor.shape))
-            start += width
-        else:
-            values[name] = tensor.cpu().numpy()
-    if not numpy.isfinite(together).all():
-        wrong = ", ".join(name for name, array in values.items() if not numpy.isfinite(array).all())
+        end = start + math.prod(tensor.shape[1:])
+        values[name] = array[:, start:end].reshape(tuple(tensor.shape))
+        if not tensor.is_floating_point():
+            values[name] = values[name].astype(numpy.int64)
+        start = end
+    if not numpy.isfinite(array).all():
+        wrong = ", ".join(name for name, part in values.items() if not numpy.isfinite(part).all())
         raise ForwardFailed(f"{wrong} is NaN or infinite", "the weights overflow on these observations")
     return values
 
@@ -2419,19 +2442,24 @@ def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy
               watcher: Watcher) -> None:
     """Warm passes, from observations on the host to all outputs on the host, and the outputs of each pass checked.
 
-    Every pass gets another observation than the one before, so that a forward that is cached or skipped gives a wrong
-    answer and is found.
+    `single` and `batches` time the recorded operators, `eager` one observation through SB3's methods, as in the
+    evidence. Every pass gets another observation than the one before, so that a forward that is cached or skipped gives
+    a wrong answer and is found.
     """
     import numpy
 
     random = numpy.random.default_rng(0)
     varied = chunk[:1] + random.uniform(-1.0, 1.0, (8, *chunk.shape[1:])).astype(numpy.float32)
     varied[0] = chunk[0]  # the observation of the evidence is among them
-    expected = [passes.run(varied[i:i + 1], timed=False) for i in range(len(varied))]
+    expected = [passes.run(varied[i:i + 1]) for i in range(len(varied))]
     if expected[0]["action"][0].tolist() != evidence.result["action"][0]:
         raise ForwardFailed("the benchmark's action is not the evidence's", "the device or a kernel is at fault")
+    if len({b"".join(array.tobytes() for array in values.values()) for values in expected}) == 1:
+        raise ForwardFailed(f"the benchmark's {len(varied)} observations all gave the same outputs",
+                            "a forward was cached or skipped; or the network is constant, and nothing to measure")
 
-    def timed(batch: int, times: int) -> list[float]:
+    def timed(batch: int, times: int, eager: bool = False) -> dict[str, Any]:
+        one_pass = passes.run if eager else passes.recorded(varied[numpy.arange(batch) % len(varied)])
         seconds = []
         for number in range(BENCHMARK_WARM_UP + times):
             if number % 1000 == 0:
@@ -2439,7 +2467,7 @@ def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy
             which = (numpy.arange(batch) + number) % len(varied)
             observations = varied[which]
             started = time.perf_counter()
-            values = passes.run(observations, timed=False)
+            values = one_pass(observations)
             seconds.append(time.perf_counter() - started)
             for name, array in values.items():
                 wanted = numpy.concatenate([expected[i][name] for i in which])
@@ -2447,17 +2475,16 @@ def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy
                 if not numpy.allclose(array, wanted, rtol=tolerance, atol=tolerance):
                     raise ForwardFailed(f"pass {number} of the benchmark gave another {name} than before",
                                         "a forward was cached or skipped, or the device is at fault")
-        return seconds[BENCHMARK_WARM_UP:]
-
-    def summary(batch: int, seconds: list[float]) -> dict[str, Any]:
+        seconds = seconds[BENCHMARK_WARM_UP:]
         p50, p90, p99 = (float(numpy.percentile(seconds, q)) for q in (50, 90, 99))
-        return {"batch": batch, "passes": len(seconds), "p50_s": p50, "p90_s": p90, "p99_s": p99,
+        return {"batch": batch, "passes": times, "p50_s": p50, "p90_s": p90, "p99_s": p99,
                 "mean_s": float(numpy.mean(seconds)), "rows_per_s": batch / float(numpy.mean(seconds))}
 
-    single = summary(1, timed(1, passes_wanted))
-    sweep = [summary(batch, timed(batch, min(passes_wanted, BENCHMARK_BATCH_PASSES))) for batch in BENCHMARK_BATCHES]
-    evidence.result["benchmark"] = {"simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP,
-                                    "actions_equal_evidence": True, "single": single, "batches": sweep}
+    few = min(passes_wanted, BENCHMARK_BATCH_PASSES)
+    evidence.result["benchmark"] = {
+        "simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP, "actions_equal_evidence": True,
+        "single": timed(1, passes_wanted), "eager": timed(1, few, eager=True),
+        "batches": [timed(batch, few) for batch in BENCHMARK_BATCHES]}
     evidence.log("benchmark")
 
 
@@ -2525,7 +2552,7 @@ RESULT_FORMS: dict[str, Any] = {
     "cpu_reference": {"rows": int, "tolerance": float, "within_tolerance": bool, "action_agreement": float, "ties": int,
                       "outputs": {"*": DIFFERENCES_FORM}},
     "benchmark": {"simulated": bool, "warm_up_passes": int, "actions_equal_evidence": bool, "single": TIMES_FORM,
-                  "batches": [TIMES_FORM]},
+                  "eager": TIMES_FORM, "batches": [TIMES_FORM]},
     "stages": [{"name": str, "elapsed_s": float, "outcome": str}], "files": {"*": str},
     "error": {"stage": str, "type": str, "message": str, "hint": str},
 }
@@ -2983,13 +3010,13 @@ def gate_extras(r: Result, _: Path) -> str:
             differences=(all(0 <= each["mean_abs_diff"] <= each["max_abs_diff"] * (1 + 1e-9)
                              and abs(each["cosine"] or 0) <= 1 + 1e-9 for each in cpu["outputs"].values()), True)))
     if timed := r["benchmark"]:
-        lines = [timed["single"], *timed["batches"]]
+        lines = [timed["single"], timed["eager"], *timed["batches"]]
         problems.append(unequal(
             simulated=(timed["simulated"], r["simulated"]), warm_up=(timed["warm_up_passes"], BENCHMARK_WARM_UP),
             equal=(timed["actions_equal_evidence"], True),
-            batches=([line["batch"] for line in lines], [1, *BENCHMARK_BATCHES]),
-            passes=([line["passes"] for line in timed["batches"]],
-                    [min(timed["single"]["passes"], BENCHMARK_BATCH_PASSES)] * len(BENCHMARK_BATCHES)),
+            batches=([line["batch"] for line in lines], [1, 1, *BENCHMARK_BATCHES]),
+            passes=([line["passes"] for line in lines[1:]],
+                    [min(timed["single"]["passes"], BENCHMARK_BATCH_PASSES)] * (1 + len(BENCHMARK_BATCHES))),
             quantiles=(all(0 < line["p50_s"] <= line["p90_s"] <= line["p99_s"]
                            and math.isclose(line["rows_per_s"] * line["mean_s"], line["batch"])
                            for line in lines), True)))

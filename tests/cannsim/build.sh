@@ -65,14 +65,17 @@ work=$(mktemp -d "$out/.build.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 rm -f "$out/.stamp"
 
-# What this wheel wants from CANN and the sources do not define. Weak symbols, those of libc (which carry a version), of
-# Python and of torch are somebody else's.
+# What this wheel wants from CANN and the sources do not define. Weak symbols, those of libc (which carry a version, but
+# not in every library), of Python and of torch are somebody else's.
 libraries=("$npu"/lib/libtorch_npu.so "$npu"/lib/libtensorpipe.so "$npu"/lib/libnpu_profiler.so "$npu"/_C*.so)
 nm -D --undefined-only "${libraries[@]}" 2>/dev/null |
   awk '$1 == "U" && $2 !~ /@/ && $2 !~ /^_?Py/ {print $2}' | sort -u >"$work/wanted"
 nm -D --defined-only "${libraries[@]}" "$torch"/lib/*.so |
   awk 'NF == 3 {sub(/@.*/, "", $3); print $3}' | sort -u >"$work/provided"
-comm -23 "$work/wanted" "$work/provided" >"$work/cann"
+comm -23 "$work/wanted" "$work/provided" | "$python" -c '
+import ctypes, sys
+libc = ctypes.CDLL(None)
+sys.stdout.writelines(name for name in sys.stdin if not hasattr(libc, name.strip()))' >"$work/cann"
 
 read -ra user_flags <<<"${CXXFLAGS:-}"
 flags=(-O2 -std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers" "${user_flags[@]+"${user_flags[@]}"}")

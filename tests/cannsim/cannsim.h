@@ -48,13 +48,16 @@ struct aclTensorList {
 // Made by aclnnXGetWorkspaceSize, consumed (and freed, as in CANN) by aclnnX. `run` owns copies of every descriptor it
 // needs: torch_npu destroys its aclTensors as soon as the launch returns, long before the stream gets to the kernel.
 struct aclOpExecutor {
-  std::string name;            // "aclnnAddmm"
-  std::function<int()> run;    // executed by the stream's thread; non-zero is a sticky error of the stream
+  const char *name;           // "aclnnAddmm"
+  std::function<void()> run;  // executed by the stream's thread; what it throws is a sticky error of the stream
 };
 
 namespace cannsim {
 
-// Every exported call begins with it: counts the call, writes the trace line, hangs or returns the injected error code
+// False when nothing is traced, made to fail or made to hang: then nobody asks which calls are made.
+bool watched();
+
+// Every exported call begins with it unless nothing is watched: counts the call, writes the trace line, hangs or returns the injected error code
 // where CANNSIM_HANG or CANNSIM_FAIL says so. 0: go on. `detail` is appended to the trace line as JSON members, for
 // instance "\"bytes\":16,\"direction\":\"h2d\"".
 int enter(const char *name, const std::string &detail = "");
@@ -66,9 +69,9 @@ int fail(int code, const std::string &message);
 // allocation. The device address itself is PROT_NONE.
 void *alias(const void *device_address, size_t bytes);
 
-// Appends a task to an in-order stream (nullptr: the default stream of the current context). `name` is what the trace
-// and CANNSIM_FAIL=exec:NAME call it. Once a task of the stream has failed, later ones are dropped and the error
+// Appends a task to an in-order stream (nullptr: the default stream of the current context). `name`, a literal, is what
+// the trace and CANNSIM_FAIL=exec:NAME call it. A task fails by throwing a std::exception. Once a task of the stream has failed, later ones are dropped and the error
 // surfaces at the next synchronise. Returns an ACL error when the stream is unknown.
-int enqueue(aclrtStream stream, const std::string &name, std::function<int()> task);
+int enqueue(aclrtStream stream, const char *name, std::function<void()> task);
 
 }  // namespace cannsim

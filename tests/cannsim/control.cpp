@@ -226,6 +226,7 @@ State::State() {
   free_space.resize(settings.visible.size());
   used_bytes.resize(settings.visible.size());
   if (!settings.error.empty()) std::fprintf(stderr, "cannsim: %s\n", settings.error.c_str());
+  watched = trace_fd >= 0 || !settings.failures.empty() || !settings.hangs.empty() || !settings.error.empty();
 }
 
 State &state() {
@@ -276,8 +277,11 @@ std::string json_escape(const std::string &text) {
   return escaped;
 }
 
+bool watched() { return state().watched; }
+
 int enter(const char *name, const std::string &detail) {
   State &s = state();
+  if (!s.watched) return 0;
   if (!s.settings.error.empty()) return fail(ACL_ERROR_INVALID_PARAM, s.settings.error);
 
   const std::string call(name);

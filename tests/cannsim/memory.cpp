@@ -311,7 +311,6 @@ aclError aclrtMemcpyAsync(void *dst, size_t destMax, const void *src, size_t cou
   if (const int code = cannsim::check_copy(dst, destMax, src, count, kind, &copy)) return code;
   return cannsim::enqueue(stream, "aclrtMemcpyAsync", [copy, count] {
     std::memmove(copy.to, copy.from, count);
-    return 0;
   });
 }
 
@@ -330,7 +329,6 @@ aclError aclrtMemsetAsync(void *devPtr, size_t maxCount, int32_t value, size_t c
   if (const int code = cannsim::check_set(devPtr, maxCount, count, &usable)) return code;
   return cannsim::enqueue(stream, "aclrtMemsetAsync", [usable, value, count] {
     std::memset(usable, value, count);
-    return 0;
   });
 }
 

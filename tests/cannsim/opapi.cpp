@@ -11,40 +11,28 @@ namespace opapi {
 // ---- Operators ------------------------------------------------------------------------------------------------------
 
 int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, const std::function<Kernel()> &check) {
-  const std::string entry = std::string(name) + "GetWorkspaceSize";
-  if (int code = cannsim::enter(entry.c_str())) return code;
+  const auto entry = [name] { return std::string(name) + "GetWorkspaceSize"; };
+  if (cannsim::watched()) {
+    if (const int code = cannsim::enter(entry().c_str())) return code;
+  }
   try {
     if (workspace_size == nullptr) throw Refusal{kNullArgument, "workspaceSize is null"};
     if (executor == nullptr) throw Refusal{kNullArgument, "executor is null"};
-    Kernel kernel = check();
-    const std::string operation = name;
+    *executor = new aclOpExecutor{name, check()};
     *workspace_size = 0;
-    *executor = new aclOpExecutor{operation, [operation, kernel] {
-                                    try {
-                                      kernel();
-                                      return 0;
-                                    } catch (const DeviceFault &fault) {
-                                      return cannsim::fail(kDeviceError, operation + ": " + fault.message);
-                                    }
-                                  }};
     return 0;
   } catch (const Refusal &refusal) {
-    return cannsim::fail(refusal.code, entry + ": " + refusal.message);
+    return cannsim::fail(refusal.code, entry() + ": " + refusal.message);
   }
 }
 
 int launch(const char *name, aclOpExecutor *executor, aclrtStream stream) {
-  // Copied out first: the executor is spent whatever becomes of the launch.
-  aclOpExecutor spent;
-  if (executor != nullptr) {
-    spent = *executor;
-    delete executor;
-  }
-  if (int code = cannsim::enter(name)) return code;
-  if (executor == nullptr) return cannsim::fail(kNullArgument, std::string(name) + ": executor is null");
-  if (spent.name != name)
-    return cannsim::fail(kInvalidArgument, std::string(name) + ": executor is one of " + spent.name);
-  return cannsim::enqueue(stream, spent.name, spent.run);
+  const std::unique_ptr<aclOpExecutor> spent(executor);  // whatever becomes of the launch
+  if (const int code = cannsim::enter(name)) return code;
+  if (spent == nullptr) return cannsim::fail(kNullArgument, std::string(name) + ": executor is null");
+  if (std::strcmp(spent->name, name) != 0)
+    return cannsim::fail(kInvalidArgument, std::string(name) + ": executor is one of " + spent->name);
+  return cannsim::enqueue(stream, name, std::move(spent->run));
 }
 
 // ---- Data types -----------------------------------------------------------------------------------------------------
@@ -282,10 +270,10 @@ std::byte *resolve(const aclTensor &view) {
   const std::byte *address = static_cast<std::byte *>(view.data) + view.offset * bytes;
   void *memory = cannsim::alias(address, static_cast<size_t>(length));
   if (memory == nullptr)
-    throw DeviceFault{"a tensor of shape " + text(view.shape) + " and dtype " + name_of(view.dtype) +
-                      " is outside of allocated device memory"};
+    throw DeviceFault("a tensor of shape " + text(view.shape) + " and dtype " + name_of(view.dtype) +
+                      " is outside of allocated device memory");
   if (reinterpret_cast<uintptr_t>(memory) % static_cast<uintptr_t>(bytes) != 0)
-    throw DeviceFault{"misaligned tensor of dtype " + name_of(view.dtype)};
+    throw DeviceFault("misaligned tensor of dtype " + name_of(view.dtype));
   return static_cast<std::byte *>(memory);
 }
 
@@ -398,7 +386,7 @@ std::vector<T> values(const T *from, uint64_t size) {
 
 void report_shape(In handle, const Shape &shape) {
   if (!live().with(handle, [&](aclTensor &tensor) { tensor.shape = shape; }))
-    throw DeviceFault{"out was destroyed before the kernel could report its shape"};
+    throw DeviceFault("out was destroyed before the kernel could report its shape");
 }
 
 OPAPI_EXPORT aclTensor *aclCreateTensor(const int64_t *view_dims, uint64_t rank, aclDataType dtype,

@@ -15,6 +15,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 
@@ -24,15 +25,14 @@ namespace opapi {
 
 constexpr int kNullArgument = 161001;     // ACLNN_ERR_PARAM_NULLPTR
 constexpr int kInvalidArgument = 161002;  // ACLNN_ERR_PARAM_INVALID
-constexpr int kDeviceError = 507015;      // ACL_ERROR_RT_AICORE_EXCEPTION
 
 struct Refusal {  // thrown while the arguments are checked
   int code;
   std::string message;
 };
 
-struct DeviceFault {  // thrown while the kernel runs
-  std::string message;
+struct DeviceFault : std::runtime_error {  // thrown while the kernel runs
+  using std::runtime_error::runtime_error;
 };
 
 [[noreturn]] inline void refuse(const std::string &message) { throw Refusal{kInvalidArgument, message}; }

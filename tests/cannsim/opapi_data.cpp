@@ -157,8 +157,8 @@ Kernel one_hot(In self, int64_t depth, In on_value, In off_value, int64_t dim, O
 // An index checked against the dimension that it selects from, counted from the end when negative.
 int64_t checked_index(int64_t index, int64_t size) {
   if (index < -size || index >= size)
-    throw DeviceFault{"index " + std::to_string(index) + " is out of bounds for a dimension of size " +
-                      std::to_string(size)};
+    throw DeviceFault("index " + std::to_string(index) + " is out of bounds for a dimension of size " +
+                      std::to_string(size));
   return index < 0 ? index + size : index;
 }
 
@@ -453,7 +453,7 @@ Kernel multinomial(In self, int64_t samples, bool replacement, int64_t seed, int
       for (int64_t s = 0; s < samples; s++) {
         double total = 0;
         for (double weight : weights) total += weight >= 0 ? weight : std::numeric_limits<double>::quiet_NaN();
-        if (!(total > 0) || std::isinf(total)) throw DeviceFault{"weights are not a distribution"};
+        if (!(total > 0) || std::isinf(total)) throw DeviceFault("weights are not a distribution");
         double rest = draws.uniform(static_cast<uint64_t>(r * samples + s)) * total;
         int64_t chosen = -1;
         for (int64_t c = 0; c < columns && (chosen < 0 || rest >= 0); c++) {

@@ -26,7 +26,7 @@ constexpr auto minimum = [](auto a, auto b) { return a != a || a < b ? a : b; };
 template <typename C>
 void refuse_zero([[maybe_unused]] C divisor) {
   if constexpr (std::is_integral_v<C>)
-    if (divisor == 0) throw DeviceFault{"integer division by zero"};
+    if (divisor == 0) throw DeviceFault("integer division by zero");
 }
 
 constexpr auto floor_divide = [](auto a, auto b) {

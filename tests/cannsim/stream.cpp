@@ -16,14 +16,17 @@ using Clock = std::chrono::steady_clock;
 
 // Runs one task outside the stream's lock. A failure's message is left in this thread's error record.
 int run(const Stream &stream, const Task &task) {
-  const std::string call = "exec:" + task.name;
-  if (const int code = enter(call.c_str(), "\"stream\":" + std::to_string(stream.id))) return code;
+  const std::string name(task.name);
+  if (watched()) {
+    if (const int code = enter(("exec:" + name).c_str(), "\"stream\":" + std::to_string(stream.id))) return code;
+  }
   try {
-    return task.run();
+    task.run();
+    return 0;
   } catch (const std::exception &problem) {
-    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, task.name + ": " + problem.what());
+    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, name + ": " + problem.what());
   } catch (...) {
-    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, task.name + ": unknown exception");
+    return fail(ACL_ERROR_RT_AICORE_EXCEPTION, name + ": unknown exception");
   }
 }
 
@@ -80,6 +83,23 @@ Event *need_event(aclrtEvent handle) {
     return nullptr;
   }
   return static_cast<Event *>(handle);
+}
+
+// Posts what an event does on a stream; `number` says for which recording of the event.
+template <typename F>
+int post_event(aclrtEvent event, aclrtStream stream, bool records, F control) {
+  Event *const live = need_event(event);
+  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  Stream *const on = need_stream(stream);
+  if (on == nullptr) return thread().last_error;
+  uint64_t number = 0;
+  {
+    const std::lock_guard<std::mutex> lock(live->mutex);
+    if (records) live->recorded++;
+    number = live->recorded;
+  }
+  post(on, Task{nullptr, nullptr, [live, number, control](int error) { return control(live, number, error); }});
+  return 0;
 }
 
 int create_event(aclrtEvent *event) {
@@ -213,7 +233,7 @@ void post(Stream *stream, Task task) {
   if (asleep) stream->work.notify_one();
 }
 
-int enqueue(aclrtStream handle, const std::string &name, std::function<int()> task) {
+int enqueue(aclrtStream handle, const char *name, std::function<void()> task) {
   Stream *const stream = need_stream(handle);
   if (stream == nullptr) return thread().last_error;
   post(stream, Task{name, std::move(task), nullptr});
@@ -327,47 +347,26 @@ aclError aclrtDestroyEvent(aclrtEvent event) {
 
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream) {
   CANNSIM_ENTER();
-  Event *const live = cannsim::need_event(event);
-  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
-  Stream *const on = cannsim::need_stream(stream);
-  if (on == nullptr) return thread().last_error;
-  uint64_t number = 0;
-  {
+  return cannsim::post_event(event, stream, true, [](Event *live, uint64_t number, int error) {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
     const std::lock_guard<std::mutex> lock(live->mutex);
-    number = ++live->recorded;
-  }
-  cannsim::post(on, Task{"", nullptr, [live, number](int error) {
-                           const auto now = std::chrono::steady_clock::now().time_since_epoch();
-                           const std::lock_guard<std::mutex> lock(live->mutex);
-                           live->done = std::max(live->done, number);
-                           live->error = error;
-                           live->nanoseconds = static_cast<uint64_t>(
-                               std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
-                           live->completed.notify_all();
-                           return 0;
-                         }});
-  return 0;
+    live->done = std::max(live->done, number);
+    live->error = error;
+    live->nanoseconds = static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+    live->completed.notify_all();
+    return 0;
+  });
 }
 
 aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event) {
   CANNSIM_ENTER();
-  Event *const live = cannsim::need_event(event);
-  if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
-  Stream *const on = cannsim::need_stream(stream);
-  if (on == nullptr) return thread().last_error;
-  uint64_t number = 0;
-  {
-    const std::lock_guard<std::mutex> lock(live->mutex);
-    number = live->recorded;
-  }
-  cannsim::post(on, Task{"", nullptr, [live, number](int error) {
-                           if (error != 0) return 0;
-                           std::unique_lock<std::mutex> lock(live->mutex);
-                           live->completed.wait(lock, [&] { return live->done >= number; });
-                           if (live->error == 0) return 0;
-                           return fail(live->error, "the event waited for was recorded on a stream that has failed");
-                         }});
-  return 0;
+  return cannsim::post_event(event, stream, false, [](Event *live, uint64_t number, int error) {
+    if (error != 0) return 0;
+    std::unique_lock<std::mutex> lock(live->mutex);
+    live->completed.wait(lock, [&] { return live->done >= number; });
+    if (live->error == 0) return 0;
+    return fail(live->error, "the event waited for was recorded on a stream that has failed");
+  });
 }
 
 aclError aclrtResetEvent(aclrtEvent event, aclrtStream stream) {
