@@ -104,14 +104,14 @@ for source in "${runtime_sources[@]}"; do
 done
 for pid in "${pids[@]}"; do wait "$pid"; done
 
-# The rest: profiling hooks do nothing, since nothing is profiled; anything else is an error that names itself.
+# The rest: hooks of profiling and of CANN's log do nothing; anything else is an error that names itself.
 nm --defined-only "${objects_runtime[@]}" | awk 'NF == 3 {print $3}' | sort -u >"$work/defined"
 {
   echo '#include <stdint.h>'
   echo 'int cannsim_unimplemented(const char *name);'
   comm -23 "$work/cann" "$work/defined" | while read -r symbol; do
     case $symbol in
-      Msprof*) echo "int64_t $symbol(void) { return 0; }" ;;
+      Msprof* | aclAppLog) echo "int64_t $symbol(void) { return 0; }" ;;
       *) echo "int64_t $symbol(void) { return cannsim_unimplemented(\"$symbol\"); }" ;;
     esac
   done

@@ -10,6 +10,9 @@ namespace opapi {
 
 // ---- Operators ------------------------------------------------------------------------------------------------------
 
+// Nothing is kept in it, but on hardware few operators do without: whoever launches must bring it.
+constexpr uint64_t kWorkspace = 1024;
+
 int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, const std::function<Kernel()> &check) {
   const auto entry = [name] { return std::string(name) + "GetWorkspaceSize"; };
   if (cannsim::watched()) {
@@ -19,19 +22,21 @@ int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, c
     if (workspace_size == nullptr) throw Refusal{kNullArgument, "workspaceSize is null"};
     if (executor == nullptr) throw Refusal{kNullArgument, "executor is null"};
     *executor = new aclOpExecutor{name, check()};
-    *workspace_size = 0;
+    *workspace_size = kWorkspace;
     return 0;
   } catch (const Refusal &refusal) {
     return cannsim::fail(refusal.code, entry() + ": " + refusal.message);
   }
 }
 
-int launch(const char *name, aclOpExecutor *executor, aclrtStream stream) {
+int launch(const char *name, void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> spent(executor);  // whatever becomes of the launch
   if (const int code = cannsim::enter(name)) return code;
   if (spent == nullptr) return cannsim::fail(kNullArgument, std::string(name) + ": executor is null");
   if (std::strcmp(spent->name, name) != 0)
     return cannsim::fail(kInvalidArgument, std::string(name) + ": executor is one of " + spent->name);
+  if (bytes < kWorkspace || cannsim::alias(workspace, kWorkspace) == nullptr)
+    return cannsim::fail(kInvalidArgument, std::string(name) + ": the workspace is not the device memory asked for");
   return cannsim::enqueue(stream, name, std::move(spent->run));
 }
 

@@ -54,7 +54,7 @@ using Shape = std::vector<int64_t>;
 using Kernel = std::function<void()>;
 
 int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, const std::function<Kernel()> &check);
-int launch(const char *name, aclOpExecutor *executor, aclrtStream stream);
+int launch(const char *name, void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream);
 
 #define OPAPI_EXPORT extern "C" __attribute__((visibility("default")))
 #define OPAPI_UNPACK(...) __VA_ARGS__
@@ -63,8 +63,8 @@ int launch(const char *name, aclOpExecutor *executor, aclrtStream stream);
                                           aclOpExecutor **executor) {                                            \
     return opapi::plan(#NAME, workspace_size, executor, [&]() -> opapi::Kernel { return __VA_ARGS__; });         \
   }                                                                                                              \
-  OPAPI_EXPORT int NAME(void *, uint64_t, aclOpExecutor *executor, aclrtStream stream) {                         \
-    return opapi::launch(#NAME, executor, stream);                                                               \
+  OPAPI_EXPORT int NAME(void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream) {          \
+    return opapi::launch(#NAME, workspace, bytes, executor, stream);                                             \
   }
 
 // ---- Data types -----------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ Kernel join(std::vector<aclTensor> parts, size_t dim, const aclTensor &out) {
     require(part.shape.size() == expected.size(), "tensors: of different rank");
     expected[dim] = part.shape[dim];
     require_shape(part, "tensors", expected);
+    require(part.format == out.format, "tensors: of another storage format than out");
     require(start + part.shape[dim] <= out.shape[dim], "out: shape " + text(out.shape) + " is too small");
     copies.push_back(copy(narrow(out, dim, start, part.shape[dim]), part));
     start += part.shape[dim];

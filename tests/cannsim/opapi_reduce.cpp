@@ -263,7 +263,7 @@ Kernel spread(In self, Ints dims, bool keepdim, Out out, F f) {
 }
 
 Kernel log_sum_exp(In self, Ints dims, bool keepdim, Out out) {
-  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kFloats | kDouble);
+  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kFloats);
   require_cast(floating(x.dtype), y);
   return reduce(x, dims_of(dims), keepdim, y, floating(x.dtype),
                 [](const auto *row, int64_t n) { return log_sum_exp(row, n); });

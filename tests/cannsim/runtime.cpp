@@ -331,9 +331,26 @@ aclError aclrtGetSysParamOpt(aclSysParamOpt opt, int64_t *value) {
   return 0;
 }
 
-aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) {
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value) {
   CANNSIM_ENTER();
-  return cannsim::need_context() == nullptr ? ACL_ERROR_RT_CONTEXT_NULL : 0;
+  Context *const context = cannsim::need_context();
+  if (context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (opt < 0 || opt > 2) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtCtxSetSysParamOpt: no such option");
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  context->parameters[opt] = value;
+  return 0;
+}
+
+aclError aclrtCtxGetSysParamOpt(aclSysParamOpt opt, int64_t *value) {
+  CANNSIM_ENTER();
+  Context *const context = cannsim::need_context();
+  if (context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (opt < 0 || opt > 2 || value == nullptr) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtCtxGetSysParamOpt: no such option, or to nullptr");
+  }
+  const std::lock_guard<std::mutex> lock(state().mutex);
+  *value = context->parameters[opt];
+  return 0;
 }
 
 aclError aclSetCompileopt(aclCompileOpt opt, const char *value) {

@@ -84,6 +84,7 @@ struct Context {
   bool alive = true;
   std::set<Stream *> streams;
   Stream *default_stream = nullptr;
+  std::map<int, int64_t> parameters;  // of aclrtCtxSetSysParamOpt
   int registry_fd = -1;  // see registry.cpp
   std::string registry_path;
 };
