@@ -35,7 +35,7 @@ from typing import Any
 try:
     from PIL import Image, ImageDraw, ImageFont
 except ImportError:
-    sys.exit("render.py: Pillow is missing; python3 -m pip install -r requirements.txt brings it")
+    sys.exit("render.py: Pillow is missing: python3 -m pip install pillow, or use an interpreter below .venv")
 
 PROJECT = Path(__file__).resolve().parent.parent
 ASSETS = PROJECT / "assets"

@@ -282,6 +282,7 @@ SPACES = {
 }  # fmt: skip
 
 POLICIES = {
+    "saved by another algorithm": one("its algorithm is not PPO", with_data, clip_range=..., n_epochs=...),
     **{f"{key} is {kind}": one(key, with_data, **{key: value}) for key in ("policy_class", KWARGS, SPACE, ACTION)
        for kind, value in {"missing": ..., "null": None, "a list": [{}], "a string": "{}", "true": True}.items()},
     **each("policy_class of {}", "policy_class", lambda entry: with_entry("policy_class", **entry), {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -177,6 +178,28 @@ def test_every_kind_of_policy_can_be_measured(run, result, tmp_path, name):
     done = run("--observation", json.dumps(array.tolist()), "--benchmark", 1, checkpoint=model(name, tmp_path))
     assert done.code == 0, done.stderr
     assert result()["benchmark"]["single"]["passes"] == 1
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e9, 1e30])
+def test_observations_of_any_size_can_be_measured(run, result, size):
+    """The passes vary them, by more than float32 rounds away."""
+    done = run("--observation", json.dumps([size] * 4), "--benchmark", 1)
+    assert done.code == 0, done.stderr
+
+
+def test_a_wide_observation_is_measured_in_batches_that_fit(run, result, tmp_path):
+    name = "observation of two dimensions"
+    kind = dataclasses.replace(checkpoints.KINDS[name], observation_space=checkpoints.box(40, 50))
+    path = checkpoints.make(kind, tmp_path / "model.zip")
+    done = run("--benchmark", 1, checkpoint=("--checkpoint", path, "--sha256", evidence.sha256(path)))
+    assert done.code == 0, done.stderr
+    assert [line["batch"] for line in result()["benchmark"]["batches"]] == [1, 16]
+
+
+def test_a_recording_of_nothing_is_no_measurement(cli, run, tmp_path):
+    script = faults.patched(cli.project, faults.during(
+        "benchmark", "sys.modules['torch'].jit.trace = lambda function, *_, **__: function"))  # fmt: skip
+    assert_refused(run("--benchmark", 1, script=script), tmp_path / "logs", "recorded nothing")
 
 
 CHEATS = {

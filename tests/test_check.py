@@ -155,9 +155,39 @@ def test_the_evidence_of_a_run_is_consistent(cli, sets, name):
     done = check(cli.project, sets[name])
     *gates, verdict = done.stdout.splitlines()
     expected = "FAILED RUN" if name in FAILED else "VALID"
-    assert (verdict, done.returncode, done.stderr) == (expected, 8 if name in FAILED else 0, ""), done.stdout
+    assert (verdict, done.returncode) == (expected, 8 if name in FAILED else 0), done.stdout
     assert all(line.startswith("PASS  ") for line in gates)
+    assert all(line.startswith("NOTE  ") for line in done.stderr.splitlines())
     assert support.read_result(sets[name])["exit_code"] == FAILED.get(name, ("", 0))[1]
+
+
+NOTES = {
+    "default": {"simulated", "the outputs were compared with nothing"},
+    "beside": {"simulated"},
+    "refused": {"the run failed in stage verify"},
+    "not finite": {"the run failed in stage forward", "simulated"},
+}
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_what_a_consistent_set_does_not_show_is_said_beside_the_verdict(cli, sets, name):
+    notes = {line[6:].partition(":")[0] for line in check(cli.project, sets[name]).stderr.splitlines()}
+    assert {note.partition(" that ")[0] for note in notes} == NOTES[name]
+
+
+def test_a_process_that_npu_smi_did_not_list_is_named_beside_the_verdict(cli, tmp_path):
+    done = cli(*support.STANDIN_ARGS, "--hold-seconds", 0, "--log-dir", tmp_path, env={"CANNSIM_NPU_SMI": "none"})
+    assert done.code == 0
+    done = check(cli.project, tmp_path)
+    assert done.stdout.splitlines()[-1] == "VALID"
+    assert "NOTE  npu-smi did not list the process: no process table" in done.stderr.splitlines()
+
+
+def test_the_file_that_was_changed_is_named(cli, sets, tmp_path):
+    copied = shutil.copytree(sets["rows"], tmp_path / "copy")
+    (copied / NPU_SMI).write_text("another")
+    done = check(cli.project, copied)
+    assert re.search(rf"^FAIL  files: {NPU_SMI} is '[0-9a-f]{{64}}', expected '[0-9a-f]{{64}}'$", done.stdout, re.M)
 
 
 def test_good_evidence_passes_every_gate_that_there_is(cli, program, sets):
@@ -327,7 +357,8 @@ PACKAGES = ("stable_baselines3", "gymnasium", "numpy", "cloudpickle")
 CLOCK = {"total_s": {"nudged"}, "stages.*.elapsed_s": {"nudged"}}  # read to the microsecond
 # What the JSON alone says, and what nothing else in the set tells anything about.
 ONCE: dict[str, set[str]] = {
-    "environment.TASK_QUEUE_ENABLE": TEXT,  # the user may set it
+    "environment.TASK_QUEUE_ENABLE": TEXT, "environment.ACL_OP_INIT_MODE": TEXT,  # the user may set them
+    "determinism.device": {"changed", "null"},
     **{f"versions.{name}": TEXT | {"null"} for name in PACKAGES},  # of what is installed, null for what is not
     **CLOCK,
 }  # fmt: skip
@@ -349,9 +380,10 @@ def each(names: str, *kinds: str) -> dict[str, set[str]]:
 
 
 # Of a run that failed, its last stage logged only a part of what it measured, and may have measured more than there is.
-STARTED = each("environment.TASK_QUEUE_ENABLE", *TEXT, "null") | {
+STARTED = each("environment.TASK_QUEUE_ENABLE environment.ACL_OP_INIT_MODE", *TEXT, "null") | {
     f"versions.{name}": TEXT | {"null"} for name in PACKAGES
 } | each("rows", "changed") | CLOCK  # fmt: skip
+ON_DEVICE = each("determinism.device", "changed", "null")
 SURVIVORS_OF_FAILED = {
     "usage": each("argv.*", *TEXT, "removed") | each("argv", "added") | each("cwd", *TEXT) | each("pid", "changed")
     | each("versions.python versions.platform", *TEXT, "null") | each("total_s", "nudged"),
@@ -363,12 +395,12 @@ SURVIVORS_OF_FAILED = {
     | each("environment", "null") | each("simulated", "null", "changed")
     | each("device_count device_nodes npu_available npu_device npu_device_name versions.cann versions.driver "
            "versions.npu_smi", "claimed"),
-    "load failed": STARTED
+    "load failed": STARTED | ON_DEVICE
     | each("load_s policy_class num_params param_devices all_params_on_npu params_match_checkpoint model_device "
            "versions.driver", "claimed"),
-    "interrupted": STARTED | each("npu_smi.reason npu_smi.detail", "claimed")
+    "interrupted": STARTED | ON_DEVICE | each("npu_smi.reason npu_smi.detail", "claimed")
     | each("npu_smi.matched_by npu_smi.npu_id npu_smi.chip_id versions.driver", *TEXT, "null"),
-    "not finite": STARTED
+    "not finite": STARTED | ON_DEVICE
     | each("input_device output_device all_outputs_on_npu repeated_rows observation action env_action value log_prob "
            "entropy probs logits mean std outputs bitwise_repeatable reference forward_s", "claimed"),
 }  # fmt: skip
@@ -621,7 +653,8 @@ def forge(evidence: Copy, result: dict[str, Any]) -> bool:
     """Writes the log and the marker that belong to such a result; False where there can be none."""
     program = evidence.program
     try:
-        lines = [program.log_text(line) for block in program.LOG.values() for line in block(result)]
+        lines = [program.log_text(line) for blocks in program.LOG.values() for block in blocks.values()
+                 for line in block(result)]  # fmt: skip
         marker = program.marker_text(result)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError):
         return False
@@ -633,7 +666,8 @@ def forge(evidence: Copy, result: dict[str, Any]) -> bool:
 
 # What a forger may say freely then: what only the machine could know. It must be found in all else.
 FORGEABLE = {
-    "simulator", "cwd", "environment.TASK_QUEUE_ENABLE", "npu_device_name", "device_count", "num_params", "value.*.*",
+    "simulator", "cwd", "environment.TASK_QUEUE_ENABLE", "environment.ACL_OP_INIT_MODE", "determinism.device",
+    "npu_device_name", "device_count", "num_params", "value.*.*",
     *(f"versions.{name}" for name in ("python", "platform", "torch", "torch_npu", "cann", *PACKAGES)),
 }  # fmt: skip
 FORGEABLE_TOO = {
@@ -799,7 +833,8 @@ def test_it_needs_nothing_but_the_standard_library_and_writes_nothing(cli, sets,
     before = state()
     done = subprocess.run([sys.executable, "-I", "-S", project / "inference.py", "--check", directory],
                           capture_output=True, text=True, env={}, cwd=project)  # fmt: skip
-    assert (done.returncode, done.stderr, done.stdout.splitlines()[-1]) == (0, "", "VALID")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "VALID")
+    assert all(line.startswith("NOTE  ") for line in done.stderr.splitlines())
     assert state() == before
 
 
@@ -815,11 +850,42 @@ def test_it_reads_a_read_only_directory(cli, sets, tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "VALID"), done.stdout + done.stderr
 
 
-def test_it_runs_when_nobody_reads_what_it_prints_or_the_locale_has_no_letters(cli, sets):
+def test_it_runs_when_the_locale_has_no_letters(cli, sets):
     command = [sys.executable, cli.project / "inference.py", "--check", sets["default"]]
     ascii_only = support.clean_environment() | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, env=ascii_only)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "VALID")
+
+
+@pytest.mark.parametrize(("name", "code"), [("default", 0), ("refused", 8)])
+def test_the_exit_code_is_the_verdict_also_when_nobody_reads_what_it_prints(cli, sets, name, code):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, cli.project / "inference.py", "--check", sets[name]]
+    done = subprocess.run(command, stdout=write_end, stderr=write_end, env=support.clean_environment())
+    os.close(write_end)
+    assert done.returncode == code
+
+
+def test_a_checkpoint_that_was_named_outside_the_project_is_no_file_of_it(cli, tmp_path):
+    """The same relative name may stand for another file there; and no other file of the reader's is looked into."""
+    shutil.copy(cli.project / support.STANDIN, tmp_path / "README.md")
+    done = cli("--checkpoint", "README.md", "--sha256", support.STANDIN_SHA256, "--hold-seconds", 0,
+               "--log-dir", "logs", cwd=tmp_path)  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert (cli.project / "README.md").exists()
+    assert check(cli.project, tmp_path / "logs").returncode == 0
+
+
+def test_no_file_outside_the_project_is_read(evidence_of):
+    evidence = evidence_of("refused")
+    outside = evidence.path.parent / "secret"
+    os.mkfifo(outside)
+    for path in (str(outside), f"../../../../../../../../../..{outside}", "/proc/kmsg", "/dev/zero"):
+        forged = copy.deepcopy(evidence.result)
+        forged["checkpoint"]["path"] = path
+        evidence.reseal(forged)
+        assert "checkpoint" not in evidence.failed_gates()
 
 
 @pytest.mark.parametrize("args", [("a", "b"), ("--bogus",), ("x", "--observation", "[0]"), ("x", "--hold-seconds=1")])

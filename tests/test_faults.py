@@ -427,6 +427,80 @@ def test_a_slow_commit_past_the_timeout_has_one_outcome(start, tmp_path, late):
     assert problems(result, tmp_path / "logs") == []
 
 
+FILES_OF_A_HOLD = ["npu_ready.marker", "npu_inference.log", "npu_smi.log"]
+
+
+@pytest.mark.parametrize("how", ["removed", "changed", "replaced"])
+@pytest.mark.parametrize("name", FILES_OF_A_HOLD)
+def test_a_run_whose_files_others_touch_is_no_success(start, tmp_path, name, how):
+    process = start("--hold-seconds", 1.5)
+    process.wait_for("npu_smi captured")
+    path = tmp_path / "logs" / name
+    if how == "removed":
+        path.unlink()
+    elif how == "changed":
+        with open(path, "a") as file:
+            file.write("more\n")
+    else:
+        os.replace(shutil.copy(path, tmp_path / "copy"), path)
+    result = process.wait()
+    # a copy with the same bytes is as good as the file, unless more is written to the file that it replaced
+    assert result.code == (0 if how == "replaced" and name != "npu_inference.log" else 7), result.stderr
+    assert result.code == 0 or "changed or removed by others during the run" in result.stderr
+    if (name, how) != ("npu_inference.log", "replaced"):  # its last lines go to the one replaced
+        assert problems(result, tmp_path / "logs") == []
+
+
+def test_a_result_that_others_put_there_is_not_taken_for_this_runs(start, tmp_path):
+    process = start("--hold-seconds", 1.5)
+    process.wait_for("npu_smi captured")
+    (tmp_path / "logs" / evidence.RESULT).write_text('{"exit_code": 42}')
+    result = process.wait()
+    assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
+    assert support.read_result(tmp_path / "logs")["pid"] == process.pid
+
+
+def test_a_run_whose_directory_was_taken_away_leaves_that_of_the_next_alone(start, tmp_path):
+    first = start("--hold-seconds", 3)
+    first.wait_for("npu_smi captured")
+    shutil.rmtree(tmp_path / "logs")
+    second = start("--hold-seconds", 6)
+    assert first.wait().code == 7
+    result = second.wait()
+    assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
+    assert support.read_result(tmp_path / "logs")["pid"] == second.pid
+
+
+def test_a_failing_npu_smi_is_seen_where_the_end_of_children_is_ignored(cli, tmp_path):
+    """A daemon may hand that down; Python then takes every child for one that ended well."""
+    script = faults.patched(cli.project, "signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    result = cli(*support.STANDIN_ARGS, "--hold-seconds", 0, "--log-dir", tmp_path / "logs", script=script,
+                 env={"CANNSIM_NPU_SMI": "error"})  # fmt: skip
+    assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
+    assert support.read_result(tmp_path / "logs")["npu_smi"]["captured"] is False
+
+
+def test_without_a_thread_to_be_had_it_ends_properly(start, tmp_path):
+    patch = """
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+inference.threading.Thread.start = refused
+"""
+    result = start(patch=patch).wait()
+    assert (result.code, problems(result, tmp_path / "logs")) == (7, [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_without_its_guard_process_a_signal_ends_a_run_all_the_same(start, tmp_path, number):
+    process = start("--hold-seconds", 600)
+    process.wait_for("npu_smi captured")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    process.signal(number)
+    result = process.wait(20)
+    assert (result.code, problems(result, tmp_path / "logs")) == (128 + number, [])
+
+
 def test_without_its_guard_process_a_run_still_ends_properly(cli, start, tmp_path):
     process = start("--hold-seconds", 2)
     process.wait_for("holding")
@@ -436,6 +510,22 @@ def test_without_its_guard_process_a_run_still_ends_properly(cli, start, tmp_pat
     result = process.wait()
     assert problems(result, tmp_path / "logs") == []
     assert "Traceback" not in result.stderr
+
+
+def test_a_kill_after_the_commit_is_not_said_to_have_lost_the_result(cli, tmp_path):
+    script = faults.patched(cli.project, "inference.leave = lambda *_: os.kill(os.getpid(), signal.SIGKILL)")
+    done = cli(*support.STANDIN_ARGS, "--hold-seconds", 0, "--log-dir", tmp_path / "logs", script=script)
+    assert done.code == -signal.SIGKILL
+    assert support.read_result(tmp_path / "logs")["exit_code"] == 0
+    assert eventually(lambda: "its result was written" in done.stderr), done.stderr
+
+
+def test_a_slow_npu_smi_is_no_hung_device(cli, tmp_path):
+    script = faults.patched(cli.project, "inference.NPU_SMI_TIMEOUT_S = 4.0")
+    done = cli(*support.STANDIN_ARGS, "--hold-seconds", 0, "--timeout-seconds", 3, "--log-dir", tmp_path / "logs",
+               script=script, env={"CANNSIM_NPU_SMI": "hang"})  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert support.read_result(tmp_path / "logs")["npu_smi"]["reason"] == "npu-smi failed"
 
 
 def test_a_kill_takes_a_hanging_npu_smi_with_it(cli, start, tmp_path):

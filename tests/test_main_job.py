@@ -477,7 +477,7 @@ def test_the_hold_does_not_count_as_a_hang(run):
 def test_a_process_that_was_stopped_for_longer_than_the_timeout_says_so_everywhere(cli, run, log_dir):
     arguments = (*support.STANDIN_ARGS, "--hold-seconds", 0.5, "--timeout-seconds", 3, "--log-dir", log_dir)
     process = cli.start(*arguments)
-    process.wait_for("holding")
+    process.wait_for("npu_smi captured")
     process.signal(signal.SIGSTOP)
     deadline = time.monotonic() + 30
     while not (log_dir / evidence.RESULT).exists() and time.monotonic() < deadline:
@@ -553,9 +553,74 @@ def test_an_operator_that_ran_on_the_cpu_ends_the_run(cli, run, where):
     assert "CAUTION" in ended.result.stderr  # and the user sees the line itself
 
 
-def test_the_variables_that_hide_or_allow_a_fallback_are_overruled(run):
-    ended = run(env={"TORCH_NPU_FALLBACK_CPU_DISABLE": "0", "TORCH_NPU_WARNING_DISABLE": "1"})
+def test_the_variables_that_hide_or_allow_a_fallback_are_overruled(cli, run):
+    hiding = PROGRAM["REMOVED_ENVIRONMENT"]
+    assert {"RANK", "TORCH_CPP_LOG_LEVEL", "TORCH_NPU_WARNING_DISABLE", "INF_NAN_MODE_ENABLE"} <= set(hiding)
+    patch = faults.during("load", f"assert not set({hiding!r}) & set(os.environ), os.environ")
+    environment = {**dict.fromkeys(hiding, "1"), "TORCH_NPU_FALLBACK_CPU_DISABLE": "0"}
+    ended = run(env=environment, script=faults.patched(cli.project, patch))
+    assert ended.result.code == 0, ended.result.stderr
     assert ended.json()["environment"]["TORCH_NPU_FALLBACK_CPU_DISABLE"] == "1"
+
+
+OTHER_WORDS = "Warning: kernel [polar.out] is not supported by NPU currently.Now this kernel is running on CPU."
+
+
+@pytest.mark.parametrize("statement", [f'os.write(2, b"{OTHER_WORDS}")', f'warnings.warn("{OTHER_WORDS}")'])
+def test_a_kernel_that_goes_to_the_cpu_on_its_own_account_ends_the_run(cli, run, statement):
+    """Some of op-plugin's do, and TORCH_NPU_FALLBACK_CPU_DISABLE does not forbid it."""
+    script = faults.patched(cli.project, "import warnings; warnings.simplefilter('ignore')\n"
+                            + faults.during("policy_outputs", statement))  # fmt: skip
+    run(script=script).refused(6, "forward", "fell back to the CPU.*polar")
+
+
+# What the evidence claims, where it is not so
+
+CHANGED_OUTPUTS = """
+original, calls = inference.policy_outputs, []
+def policy_outputs(policy, observations, torch):
+    outputs = original(policy, observations, torch)
+    calls.append(1)
+    {}
+    return outputs
+inference.policy_outputs = policy_outputs
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("outputs['value'] = outputs['value'] + len(calls) * 1e-3", "two passes over the same observations differ"),
+        ("outputs = {name: part.cpu() for name, part in outputs.items()}", "not all on npu:0"),
+    ],
+)
+def test_an_output_that_changes_or_is_elsewhere_ends_the_run(cli, run, change, words):
+    run(script=faults.patched(cli.project, CHANGED_OUTPUTS.replace("{}", change))).refused(6, "forward", words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("args[0].action_net.bias.data += 1e-3", "differ from the checkpoint: action_net.bias"),
+        ("args[0].action_net.cpu()", r"parameters are on \['cpu', 'npu:0'\]"),
+        ("args[0].register_buffer('mean', sys.modules['torch'].zeros(1), persistent=False)", "parameters are on"),
+    ],
+)
+def test_a_tensor_that_arrives_changed_or_elsewhere_ends_the_run(cli, run, change, words):
+    run(script=faults.patched(cli.project, faults.during("check_placement", change))).refused(5, "load", words)
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ("torch.ones = lambda *args, **kwargs: ones(*args, **kwargs) + 1", r"1 \+ 1 on npu:0 gave"),
+        ("torch.set_deterministic_debug_mode = lambda mode: None", "does not keep its settings"),
+    ],
+)
+def test_a_device_that_miscomputes_or_does_not_take_its_settings_ends_the_run(cli, run, patch, words):
+    statement = f"import torch; ones = torch.ones; {patch}"
+    script = faults.patched(cli.project, faults.during("simulator_version", statement))
+    run(script=script).refused(4, "npu", words)
 
 
 # The device
@@ -576,6 +641,28 @@ def test_a_lack_of_device_memory_is_no_success(run):
 def test_the_version_of_cann_is_the_runtimes(run):
     """torch_npu asks for it once, when it is imported."""
     assert run(env={"CANNSIM_CANN_VERSION": "8.1.RC1"}, cold=True).json()["versions"]["cann"] == "8.1.RC1"
+
+
+def test_the_operator_compiler_of_cann_is_not_started(run):
+    """It takes seconds and Python packages that may be missing; CANN before 8.3 starts it when an option is set."""
+    ended = run(env={"CANNSIM_CANN_VERSION": "8.1.0", "CANNSIM_FAIL": "aclSetCompileopt"}, cold=True)
+    assert ended.result.code == 0, ended.result.stderr
+    assert ended.json()["environment"]["ACL_OP_INIT_MODE"] == "1"
+
+
+def test_whether_the_device_computes_deterministically_is_read_back_from_it(run, good):
+    """torch_npu 2.13 sets it for CANN since 8.5 alone, and says nothing of that."""
+    assert good.json()["determinism"]["device"] is True
+    old = run(env={"CANNSIM_CANN_VERSION": "8.1.0"}, cold=True)
+    assert old.result.code == 0, old.result.stderr
+    assert old.json()["determinism"]["deterministic_algorithms"] is True
+    assert old.json()["determinism"]["device"] is False
+
+
+def test_a_python_that_cannot_keep_files_in_memory_runs_as_well(cli, run):
+    """conda's is built for a glibc that has no memfd_create."""
+    ended = run(script=faults.patched(cli.project, "del os.memfd_create"))
+    assert ended.result.code == 0, ended.result.stderr
 
 
 # The published reference; the pinned checkpoint itself is not at hand

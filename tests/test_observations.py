@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -217,7 +218,11 @@ class Explosive:
 
 
 BAD: dict[str, tuple[str, bytes | str, str]] = {
-    "columns": ("o.npy", npy(np.zeros((5, 3), np.float32)), r"the shape \[5, 3\], the checkpoint's observations \[4\]"),
+    "columns": ("o.npy", npy(np.zeros((5, 3), np.float32)), r"the shape \[5, 3\], and the checkpoint's .* \[4\]"),
+    "an endless shape": ("o.npy", npy(ZEROS).replace(b"(5, 4), }" + b" " * 20, b"(%d, 4), }" % 10**20), "damaged"),
+    "a shape of truths": ("o.npy", npy(ZEROS).replace(b"(5, 4), }   ", b"(True, 4), }"), "damaged"),
+    "a header without sense": ("o.npy", npy(ZEROS).replace(b"{'descr'", b"{[]     "), "damaged"),
+    "nested too deep": ("o.json", "[" + "[" * 900 + "]" * 900 + "]", "damaged|row 0"),
     "one dimension": ("o.npy", npy(np.zeros(4, np.float32)), r"the shape \[4\]"),
     "three dimensions": ("o.npy", npy(np.zeros((2, 1, 4), np.float32)), r"the shape \[2, 1, 4\]"),
     "no dimension": ("o.npy", npy(np.float32(1.0) * np.ones((), np.float32)), "no rows"),
@@ -388,10 +393,32 @@ inference.Evidence.commit = report
     assert peaks[1] - peaks[0] <= 64 << 10, peaks
 
 
+@pytest.mark.parametrize("how", ["other rows", "truncated", "removed"])
+def test_a_file_that_changes_during_the_run_changes_nothing(cli, tmp_path, observations, how):
+    """What was checked and hashed is what runs; and a file that shrinks below its mapping would kill the process."""
+    file = saved(tmp_path / "o.npy", observations)
+    args = (*support.STANDIN_ARGS, "--observations", file, "--hold-seconds", 1, "--log-dir", tmp_path / "logs")
+    process = cli.start(*args)
+    process.wait_for("holding")
+    if how == "other rows":
+        with open(file, "r+b") as opened:
+            opened.seek(128)
+            opened.write((observations + 1).tobytes())
+    elif how == "truncated":
+        os.truncate(file, 0)
+    else:
+        file.unlink()
+    done = process.wait()
+    assert (done.code, evidence.problems(done, tmp_path / "logs")) == (0, []), done.stderr
+    stated = support.read_result(tmp_path / "logs")["observations"]["sha256_float32"]
+    assert stated == hashlib.sha256(observations.tobytes()).hexdigest()
+    assert_close(outputs(tmp_path / "logs"), checkpoints.reference(support.PROJECT / support.STANDIN, observations))
+
+
 def test_a_full_disk_ends_the_run_and_leaves_no_outputs(run, tmp_path):
-    """The parts of 20,000 rows are larger than any file may become."""
+    """The outputs of 20,000 rows are larger than any file may become, their observations are not."""
     file = saved(tmp_path / "o.npy", np.zeros((20_000, 4), np.float32))
-    done = run(file, rlimits={"RLIMIT_FSIZE": 50_000})
+    done = run(file, rlimits={"RLIMIT_FSIZE": 500_000})
     assert done.code == 7, done.stderr
     assert not evidence.problems(done, tmp_path / "logs")
     assert not (tmp_path / "logs" / OUTPUTS).exists()

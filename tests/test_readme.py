@@ -26,7 +26,7 @@ BLOCKS = re.findall(r"^```bash\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 # Blocks that no test can run, by their first line. Any other block is run.
 NOT_RUN = {
-    "source /usr/local/Ascend/ascend-toolkit/set_env.sh": "needs CANN, its device, a package index and the model hub",
+    "source /usr/local/Ascend/cann/set_env.sh": "needs CANN, its device, a package index and the model hub",
     "tests/run.sh": "is what runs this test",
     "tests/bench.sh": "minutes to hours: the benchmark, the version matrix and the sweep",
 }
@@ -223,7 +223,7 @@ def key_rows() -> dict[str, list[str]]:
 
 
 def test_the_keys_are_those_of_the_result():
-    assert sorted(key_rows()) == sorted(PROGRAM["RESULT_TYPES"])
+    assert sorted(key_rows()) == sorted(PROGRAM["STAGE_OF_KEY"])
 
 
 def names_within(value: Any, of_outputs: set[str]) -> Iterator[str]:
