@@ -396,7 +396,7 @@ SURVIVORS_OF_FAILED = {
     | each("device_count device_nodes npu_available npu_device npu_device_name versions.cann versions.driver "
            "versions.npu_smi", "claimed"),
     "load failed": STARTED | ON_DEVICE
-    | each("load_s policy_class num_params param_devices all_params_on_npu params_match_checkpoint model_device "
+    | each("load_s policy_class param_devices all_params_on_npu params_match_checkpoint model_device "
            "versions.driver", "claimed"),
     "interrupted": STARTED | ON_DEVICE | each("npu_smi.reason npu_smi.detail", "claimed")
     | each("npu_smi.matched_by npu_smi.npu_id npu_smi.chip_id versions.driver", *TEXT, "null"),

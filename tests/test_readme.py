@@ -280,11 +280,11 @@ def test_the_limits_are_those_of_the_program():
     for words in (
         f"files larger than {PROGRAM['MAX_CHECKPOINT_BYTES'] >> 20} MiB",
         f"in time ({PROGRAM['NPU_SMI_TIMEOUT_S']:g} s) and output ({PROGRAM['NPU_SMI_MAX_BYTES'] >> 20} MiB)",
-        f"the first\n{PROGRAM['SHOWN_ROWS']} rows",
+        f"the first {PROGRAM['SHOWN_ROWS']} rows",
         f"{PROGRAM['BENCHMARK_WARM_UP']} passes of warm-up",
         "the rest within {:.0e}".format(PROGRAM["TOLERANCE"]).replace("e-0", "e-"),
     ):
-        assert words in README
+        assert words in " ".join(README.split())
 
 
 @delivered

@@ -80,7 +80,6 @@ Kernel join(std::vector<aclTensor> parts, size_t dim, const aclTensor &out) {
     require(part.shape.size() == expected.size(), "tensors: of different rank");
     expected[dim] = part.shape[dim];
     require_shape(part, "tensors", expected);
-    require(part.format == out.format, "tensors: of another storage format than out");
     require(start + part.shape[dim] <= out.shape[dim], "out: shape " + text(out.shape) + " is too small");
     copies.push_back(copy(narrow(out, dim, start, part.shape[dim]), part));
     start += part.shape[dim];
@@ -95,7 +94,10 @@ Kernel cat(Tensors list, int64_t dim, Out out) {
   const aclTensor &y = tensor(out, "out");
   require(!y.shape.empty(), "out: a scalar cannot be joined");
   std::vector<aclTensor> parts;
-  for (In part : list_of(list)) parts.push_back(tensor(part, "tensors"));
+  for (In part : list_of(list)) {
+    parts.push_back(tensor(part, "tensors"));
+    require(part->format == y.format, "tensors: of another storage format than out");
+  }
   return join(std::move(parts), axis(dim, y.shape.size()), y);
 }
 
