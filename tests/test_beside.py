@@ -94,6 +94,19 @@ def test_outside_the_tolerance_the_run_fails(run, result, tmp_path):
     assert "[cpu-reference]" in (tmp_path / "logs/npu_inference.log").read_text()
 
 
+def test_a_cpu_that_overflows_where_the_npu_does_not_ends_the_run_with_evidence(cli, run, tmp_path):
+    script = faults.patched(cli.project, """
+original = inference.policy_outputs
+def policy_outputs(policy, observations, torch):
+    outputs = original(policy, observations, torch)
+    if observations.device.type == "cpu":
+        outputs["value"] = outputs["value"] / 0
+    return outputs
+inference.policy_outputs = policy_outputs
+""")
+    assert_refused(run("--compare-cpu", script=script), tmp_path / "logs", "value is NaN or infinite on the CPU")
+
+
 FAULTS = {  # what an NPU that computes wrongly would do to one output: exit 6 for each
     "value": "outputs['value'] = outputs['value'] + 1", "log_prob": "outputs['log_prob'] = outputs['log_prob'] - 0.01",
     "probs": "outputs['probs'] = 1 - outputs['probs']", "action": "outputs['action'] = 1 - outputs['action']",
@@ -180,7 +193,7 @@ def test_every_kind_of_policy_can_be_measured(run, result, tmp_path, name):
     assert result()["benchmark"]["single"]["passes"] == 1
 
 
-@pytest.mark.parametrize("size", [1e-9, 1e9, 1e30])
+@pytest.mark.parametrize("size", [1e-9, 1e9, 1e30, -1e30])
 def test_observations_of_any_size_can_be_measured(run, result, size):
     """The passes vary them, by more than float32 rounds away."""
     done = run("--observation", json.dumps([size] * 4), "--benchmark", 1)

@@ -877,11 +877,33 @@ def test_a_checkpoint_that_was_named_outside_the_project_is_no_file_of_it(cli, t
     assert check(cli.project, tmp_path / "logs").returncode == 0
 
 
+@pytest.mark.parametrize("option", ["-h", "--help", "--version", "--check"])
+def test_a_command_line_that_asks_for_something_else_is_no_good_run(cli, evidence_of, option):
+    """argparse would print its help in the middle of the check and end the process with 0."""
+    evidence = evidence_of("default")
+    evidence.reseal(evidence.result | {"argv": ["inference.py", option]})
+    done = check(cli.project, evidence.path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (8, "INVALID")
+    assert re.search("^FAIL  command line", done.stdout, re.M) and "usage:" not in done.stdout
+
+
+def test_a_checkpoint_of_the_project_that_was_replaced_is_found(cli, tmp_path):
+    project = support.project_copy(tmp_path / "project")
+    shutil.copy(cli.project / "inference.py", project)
+    done = cli(*support.STANDIN_ARGS, "--hold-seconds", 0, "--log-dir", tmp_path / "logs", cwd=project,
+               script=project / "inference.py")  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert check(project, tmp_path / "logs").returncode == 0
+    with open(project / support.STANDIN, "ab") as file:
+        file.write(b"x")
+    assert re.search("^FAIL  checkpoint: sha256", check(project, tmp_path / "logs").stdout, re.M)
+
+
 def test_no_file_outside_the_project_is_read(evidence_of):
-    evidence = evidence_of("refused")
+    evidence = evidence_of("default")
     outside = evidence.path.parent / "secret"
-    os.mkfifo(outside)
-    for path in (str(outside), f"../../../../../../../../../..{outside}", "/proc/kmsg", "/dev/zero"):
+    outside.write_text("its hash is nobody's business")
+    for path in (str(outside), f"../../../../../../../../../..{outside}", "/dev/zero"):
         forged = copy.deepcopy(evidence.result)
         forged["checkpoint"]["path"] = path
         evidence.reseal(forged)

@@ -620,7 +620,10 @@ def test_a_tensor_that_arrives_changed_or_elsewhere_ends_the_run(cli, run, chang
 def test_a_device_that_miscomputes_or_does_not_take_its_settings_ends_the_run(cli, run, patch, words):
     statement = f"import torch; ones = torch.ones; {patch}"
     script = faults.patched(cli.project, faults.during("simulator_version", statement))
-    run(script=script).refused(4, "npu", words)
+    ended = run(script=script)
+    ended.refused(4, "npu", words)
+    checked = cli("--check", ended.log_dir)
+    assert checked.stdout.splitlines()[-1] == "FAILED RUN", checked.stdout
 
 
 # The device
