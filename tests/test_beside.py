@@ -45,8 +45,7 @@ def assert_refused(done: support.Result, log_dir: Path, words: str) -> None:
 # --compare-cpu
 # ----------------------------------------------------------------------------------------------------------------------
 
-KINDS = ["discrete", "multi-discrete", "multi-binary", "box", "box of one, bounds exceeded", "gSDE",
-         "gSDE, squash_output", "separate extractors", "observation of two dimensions"]  # fmt: skip
+KINDS = list(checkpoints.KINDS)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -185,7 +184,7 @@ def test_the_benchmark_states_what_it_measured(run, result, tmp_path):
     assert result()["stages"][-2]["name"] == "benchmark"
 
 
-@pytest.mark.parametrize("name", ["multi-discrete", "multi-binary", "box", "gSDE, squash_output"])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_policy_can_be_measured(run, result, tmp_path, name):
     array = checkpoints.observations(checkpoints.KINDS[name], 3)
     done = run("--observation", json.dumps(array.tolist()), "--benchmark", 1, checkpoint=model(name, tmp_path))

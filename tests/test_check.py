@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -875,6 +876,32 @@ def test_a_checkpoint_that_was_named_outside_the_project_is_no_file_of_it(cli, t
     assert done.code == 0, done.stderr
     assert (cli.project / "README.md").exists()
     assert check(cli.project, tmp_path / "logs").returncode == 0
+
+
+def test_a_slice_of_billions_is_refused_at_once(evidence_of):
+    evidence = evidence_of("shard")
+    changed = copy.deepcopy(evidence.result)
+    changed["observations"]["shard"] = "2/99999999999"
+    evidence.reseal(changed)
+    assert "outputs" in evidence.failed_gates()
+
+
+def test_an_npu_smi_log_of_endless_calls_is_refused_at_once(evidence_of):
+    evidence = evidence_of("default")
+    with open(evidence.path / NPU_SMI, "ab") as file:
+        file.write(b"# npu-smi x at=2026 bytes=0 outcome=exit code 0\n\n" * 300_000)
+    evidence.reseal()
+    started = time.monotonic()
+    assert "npu-smi" in evidence.failed_gates()
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("args", [("--check", "a", "b"), ("--log-dir", "")])
+def test_a_usage_error_has_its_code_also_when_it_cannot_be_printed(cli, args):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, cli.project / "inference.py", *args], stderr=full, stdout=full,
+                              env=support.clean_environment())  # fmt: skip
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize("option", ["-h", "--help", "--version", "--check"])

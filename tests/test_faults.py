@@ -747,6 +747,17 @@ def test_a_lack_of_descriptors_is_a_proper_end(start, tmp_path, limit):
     assert "Traceback" not in result.stderr
 
 
+def test_more_descriptors_than_select_knows_change_nothing(start, tmp_path):
+    patch = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+"""
+    result = start(patch=patch).wait()
+    assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
+
+
 def test_without_another_process_to_be_had_it_ends_properly(start, tmp_path):
     patch = "def fork():\n    raise BlockingIOError(11, os.strerror(11))\nos.fork = fork\n"
     result = start(patch=patch).wait()

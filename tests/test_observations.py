@@ -393,6 +393,15 @@ inference.Evidence.commit = report
     assert peaks[1] - peaks[0] <= 64 << 10, peaks
 
 
+@pytest.mark.parametrize("name", ["o.csv", "o.json"])
+def test_a_mark_of_the_byte_order_at_the_start_is_no_part_of_the_first_number(run, tmp_path, observations, name):
+    """Excel writes one into a CSV file in UTF-8."""
+    text = as_csv(observations) if name == "o.csv" else json.dumps(observations.tolist())
+    done = run(write(tmp_path / name, "\ufeff" + text))
+    assert done.code == 0, done.stderr
+    assert_close(outputs(tmp_path / "logs"), checkpoints.reference(support.PROJECT / support.STANDIN, observations))
+
+
 @pytest.mark.parametrize("how", ["other rows", "truncated", "removed"])
 def test_a_file_that_changes_during_the_run_changes_nothing(cli, tmp_path, observations, how):
     """What was checked and hashed is what runs; and a file that shrinks below its mapping would kill the process."""
