@@ -813,8 +813,7 @@ class Watcher:
                 self.watch(news, caught, {code: write_end for code, (_, write_end) in exits.items()})
             finally:
                 os._exit(1)  # whatever happens: no second process goes on with the run
-        os.close(news)
-        os.close(caught)
+        os.close(news)  # but not `caught`: without a reader, a signal after the watcher's end would be an error
         self.pid = watcher
         evidence.news_fd = news_fd
         self.exits = [exit_on_byte(read_end, code) for code, (read_end, _) in exits.items()]

@@ -544,6 +544,7 @@ def test_without_its_guard_process_a_signal_ends_a_run_all_the_same(start, tmp_p
     process.wait_for("npu_smi captured")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[0]), signal.SIGKILL)
+    assert eventually(lambda: "State:\tZ" in Path(f"/proc/{children[0]}/status").read_text())
     process.signal(number)
     result = process.wait(20)
     assert (result.code, problems(result, tmp_path / "logs")) == (128 + number, [])
