@@ -130,8 +130,11 @@ NPU_SMI_MAX_PROCESSES = 8  # npu-smi lists no more for one chip
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Failure(Exception):
-    """A run that cannot go on. `hint` says what the user can do about it."""
+class Failure(BaseException):
+    """A run that cannot go on. `hint` says what the user can do about it.
+
+    No Exception, so that what catches the errors of a library, here or in a library, never takes one of these for them.
+    """
 
     code = 1
 
@@ -683,7 +686,7 @@ class Evidence:
             self.concluded = True
             self.echo((log_text(final_line(self.result)) + "\n").encode())
 
-    def conclude(self, failure: Exception) -> int:
+    def conclude(self, failure: BaseException) -> int:
         """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
         with self.pen():
             self.concluded = True
@@ -1071,8 +1074,6 @@ def fetch_checkpoint() -> Path | None:
         return Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION, token=False))
     except ImportError:
         return None
-    except Failure:
-        raise
     except Exception as error:  # any of the hub's, the HTTP client's and the file system's
         raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
                                  f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
@@ -1213,8 +1214,6 @@ def read_pth(name: str, members: dict[str, bytes]) -> Any:
             f"{name} is too large, or big-endian")
     try:
         return TensorUnpickler(name, pickled, storages).load()
-    except Failure:
-        raise
     except Exception as error:  # the unpickler on untrusted input: anything, and none of it a bug
         raise CheckpointRejected(f"{name} is no plain dictionary of tensors: {type(error).__name__}",
                                  NOT_SB3) from error
@@ -1556,8 +1555,6 @@ def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...],
                                     shape=(parsed.tell() // (8 * size), *shape)) if parsed.tell() else []
         else:
             raise UsageError(f"{shown} is no .npy, .csv or .json file", "see python3 inference.py --help")
-    except Failure:
-        raise
     except OSError as error:
         raise UsageError(f"{shown}: {error.strerror or error}", "name a file of observations") from error
     except Exception as error:  # the readers of numpy, csv and json on a file that may hold anything
@@ -1718,8 +1715,6 @@ def npu(evidence: Evidence, watcher: Watcher) -> Any:
         if result["determinism"] != {**DETERMINISM, "device": None}:
             raise RuntimeError(f"torch_npu does not keep its settings: {result['determinism']}")
         result["determinism"]["device"] = device_is_deterministic()
-    except Failure:
-        raise
     except Exception as error:  # torch, torch_npu and CANN on a device and an environment that may be at fault
         raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
     if answer != [2.0] * 4 or str(ones.device) != DEVICE:
@@ -1808,8 +1803,6 @@ def import_torch_npu(evidence: Evidence) -> tuple[Any, Any]:
         import torch_npu
 
         evidence.crash_hint = usual_hint
-    except Failure:
-        raise
     except Exception as error:  # wheels that are no pair fail in many ways
         raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
                              npu_hint(f"{error} {error.__cause__}")) from error
@@ -1912,8 +1905,6 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
     watcher.enter("load", at_least_s=120)
     try:
         from stable_baselines3 import PPO
-    except Failure:
-        raise
     except Exception as error:  # packages that do not fit each other fail in many ways
         raise LoadFailed(f"stable_baselines3 cannot be imported: {first_line(error)}",
                          "python3 -m pip install -r requirements.txt") from error
@@ -1928,8 +1919,6 @@ def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watche
             warnings.filterwarnings("ignore", message="You are trying to run PPO on the GPU")
             model = PPO.load(io.BytesIO(checkpoint.raw), device=DEVICE, custom_objects=objects)
         torch.npu.synchronize()
-    except Failure:
-        raise
     except ImportError as error:
         raise LoadFailed(first_line(error), "python3 -m pip install -r requirements.txt") from error
     except Exception as error:  # SB3 and gymnasium on untrusted input: any of a dozen kinds, none of them a bug here
@@ -2534,7 +2523,7 @@ BENCHMARK_BATCH_PASSES = 20
 
 def benchmark_batches(shape: tuple[int, ...]) -> list[int]:
     """Those that need no more memory than the passes over a file."""
-    return [batch for batch in BENCHMARK_BATCHES if batch <= max(1, CHUNK_BYTES // (4 * math.prod(shape)))]
+    return [batch for batch in BENCHMARK_BATCHES if batch <= chunk_rows(shape)]
 
 
 def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
@@ -3162,7 +3151,7 @@ def log_dir_of(argv: list[str]) -> str | None:
 
 
 def check_command(argv: list[str]) -> int:
-    parser = create_parser()
+    parser = create_parser(add_help=False)
     try:
         args = parser.parse_args(argv)
         if len(argv) > 1 + (args.check != ""):
@@ -3194,8 +3183,8 @@ def main(argv: list[str] | None = None) -> int:
         args = create_parser(add_help=False).parse_args(argv)
         run(args, evidence, Watcher(evidence, args.timeout_seconds))
         code = 0
-    except Exception as error:  # noqa: BLE001 (the one place where errors become exit codes)
-        failure = error
+    except (Exception, Failure) as error:  # noqa: BLE001 (the one place where errors become exit codes)
+        failure: BaseException = error
         stage = evidence.stage if evidence else "usage"
         if isinstance(error, (RuntimeError, MemoryError)) and stage in STAGE_FAILURES:
             failure = STAGE_FAILURES[stage](f"{type(error).__name__}: {first_line(error)}", DEVICE_HINT)
