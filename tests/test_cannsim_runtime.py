@@ -95,13 +95,13 @@ def environment(simulator: Path, tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(environment: dict[str, str]) -> Run:
+def run(environment: dict[str, str], tmp_path: Path) -> Run:
     """Runs a case in a process of its own and returns it; it must succeed unless `code` says otherwise."""
 
     def run(body: str, code: int | None = 0, timeout: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", PRELUDE + textwrap.dedent(body)]
         result = subprocess.run(
-            command, env=environment | env, capture_output=True, text=True, timeout=timeout, check=False
+            command, cwd=tmp_path, env=environment | env, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert code is None or result.returncode == code, f"{result.returncode}\n{result.stdout}{result.stderr}"
         return result
@@ -530,6 +530,7 @@ def test_what_is_not_simulated_says_so(run: Run) -> None:
         start()
         nothing = [None] * 2
         bad(acl.aclopCompileAndExecute(b"MatMul", 0, *nothing, 0, *nothing, None, 0, 0, *nothing), 100024, "MatMul")
+        assert os.path.isdir("kernel_meta"), "the operator compiler was not started"
     """)
     assert "aclrtProcessReport is not simulated" in result.stderr
 
@@ -802,6 +803,85 @@ def test_forked_processes_work_independently(run: Run, tmp_path: Path) -> None:
     assert result.stdout == f"[100, {500001 % 256}, 102]\n"
     for i in range(3):
         assert [line["seq"] for line in trace(tmp_path / f"trace{i}")][:1] == [1]
+
+
+# The operator compiler
+
+# What the operator compiler leaves in a process: children, a directory, handlers of signals.
+TRACES = """
+    import pathlib
+    def traces():
+        me = f"PPid:\\t{os.getpid()}\\n"
+        children = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/status"):
+            try:
+                children += [path.parent.name] * (me in path.read_text())
+            except OSError:  # it has ended
+                pass
+        caught = int(pathlib.Path("/proc/self/status").read_text().split("SigCgt:")[1].split()[0], 16)
+        handlers = [number for number in (2, 3, 15) if caught >> (number - 1) & 1]
+        return len(children), [path.parent.name for path in pathlib.Path().glob("*/kernel_meta_temp_*")], handlers
+    NONE, COMPILER = (0, [], [2]), (8, ["kernel_meta"], [2, 3, 15])  # the 2 is Python's own
+"""
+
+
+def test_a_compile_option_starts_the_operator_compiler_and_finalising_ends_it(run: Run) -> None:
+    run(
+        TRACES
+        + """
+    start()
+    text = c.create_string_buffer(256)
+    assert acl.aclGetCompileoptSize(10) == 256  # ACL_OP_JIT_COMPILE
+    ok(acl.aclGetCompileopt(10, text, 256))
+    assert text.value == b"disable"
+    bad(acl.aclSetCompileopt(2, b"1"), 200006, "auto tune")
+    bad(acl.aclSetCompileopt(99, b"1"), 500000, "no option 99")
+    assert traces() == NONE, traces()
+    in_a_thread = threading.Thread(target=lambda: ok(acl.aclSetCompileopt(14, b"00")))
+    in_a_thread.start()
+    in_a_thread.join()
+    assert traces() == COMPILER, traces()
+    ok(acl.aclSetCompileopt(0, b"must_keep_origin_dtype"))
+    assert traces() == COMPILER, traces()
+    ok(acl.aclFinalize())
+    deadline = time.monotonic() + 10
+    while traces() != NONE:
+        assert time.monotonic() < deadline, traces()
+    assert not pathlib.Path("kernel_meta").exists()
+    """
+    )
+
+
+def test_the_workers_of_the_compiler_die_with_the_process_and_its_handlers_pass_signals_on(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    body = (
+        TRACES
+        + """
+    os.chdir(os.environ["HERE"])
+    start()
+    ok(acl.aclSetCompileopt(14, b"00"))
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    time.sleep(60)
+    """
+    )
+    with running(environment, body, HERE=str(tmp_path)) as process:
+        assert process.stdout is not None
+        children = Path(f"/proc/{process.pid}").glob("task/*/children")
+        workers = [pid for path in children for pid in path.read_text().split()]
+        assert len(workers) == 8
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "interrupted\n"
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text()
+              for worker in workers):  # fmt: skip
+        assert time.monotonic() < deadline
 
 
 # Graph capture
@@ -1431,6 +1511,26 @@ def test_every_operator_says_what_it_writes(simulator: Path, tmp_path: Path) -> 
     command = [sys.executable, str(support.PROJECT / "tests/test_cannsim_ops.py"), str(report)]
     subprocess.run(command, env=environment, capture_output=True, timeout=600, check=True)
     assert "does not know what it writes" not in report.read_text(encoding="utf-8")
+
+
+# On torch_npu 2.9.0 setting allow_hf32 starts it at once; later releases wait for an operator that needs it.
+def test_torch_starts_the_operator_compiler_only_where_it_must(torch: Torch) -> None:
+    body = (
+        TRACES
+        + """
+    x = torch.ones(2, 2).npu()
+    x.matmul(x).relu().cpu()
+    torch.npu.conv.allow_hf32, torch.npu.matmul.allow_hf32
+    torch.use_deterministic_algorithms(True)
+    x.matmul(x).cpu()
+    assert traces() == (COMPILER if os.environ.get("ACL_OP_INIT_MODE") == "0" else NONE), traces()
+    torch.npu.conv.allow_hf32 = False
+    at_once = torch_npu.__version__ == "2.9.0" or os.environ.get("ACL_OP_INIT_MODE") == "0"
+    assert traces() == (COMPILER if at_once else NONE), traces()
+    """
+    )
+    for env in ({}, {"ACL_OP_INIT_MODE": "0"}):
+        torch(body, cold=True, **env)
 
 
 # As the policies of SB3: a capture of it on a static input, and what it gives without one.

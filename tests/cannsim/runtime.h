@@ -225,6 +225,10 @@ bool record_event(Event *event, Stream *stream);                // true: done, n
 bool wait_for_event(Stream *stream, Event *event, int *code);  // true: done, with *code
 void spoil_capture(Stream *stream);  // one of its tasks could not be submitted
 
+// The operator compiler. Both do nothing where it has been started, or has not.
+void start_compiler();
+void stop_compiler();
+
 bool in_device_window(const void *address);
 // The live block that holds [address, address + bytes), or nullptr. The caller holds memory_mutex.
 const Block *find_block(const void *address, size_t bytes);
