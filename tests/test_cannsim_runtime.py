@@ -535,6 +535,18 @@ def test_what_is_not_simulated_says_so(run: Run) -> None:
     assert "aclrtProcessReport is not simulated" in result.stderr
 
 
+def test_an_operator_that_is_not_simulated_refuses_by_name(run: Run) -> None:
+    run("""
+        operators = c.CDLL("libopapi.so")
+        start()
+        for name in ("aclnnFracGetWorkspaceSize", "aclnnFrac", "aclnnIndexFillGetWorkspaceSize", "aclnnAngleV2"):
+            bad(getattr(operators, name)(), 561003, f"{name}: this operator is not simulated")
+        # Where torch_npu has another way that is right it must not find one that refuses.
+        for name in ("aclnnGeluV2", "aclnnGatherV3", "aclnnForeachAbs"):
+            assert not hasattr(operators, name + "GetWorkspaceSize"), name
+    """)
+
+
 # The trace, injected failures and hangs
 
 
@@ -1511,6 +1523,31 @@ def test_every_operator_says_what_it_writes(simulator: Path, tmp_path: Path) -> 
     command = [sys.executable, str(support.PROJECT / "tests/test_cannsim_ops.py"), str(report)]
     subprocess.run(command, env=environment, capture_output=True, timeout=600, check=True)
     assert "does not know what it writes" not in report.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("queue", ["0", "1"])
+def test_torch_ends_in_an_error_where_an_operator_is_not_simulated(torch: Torch, queue: str) -> None:
+    torch(
+        """
+        x, index = torch.tensor([3e9, 1.5]).npu(), torch.tensor([0]).npu()
+        for name, call in (
+            ("aclnnFrac", lambda: x.frac()),
+            ("aclnnIndexFill", lambda: x.index_fill(0, index, 1.0)),
+            ("aclnnSort", lambda: torch.sort(x)),
+            ("aclnnConvolution", lambda: torch.nn.functional.conv1d(x.view(1, 1, 2), x.view(1, 1, 2))),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                assert f"{name} failed, error code is 561003" in str(error), error
+                assert f"{name}GetWorkspaceSize: this operator is not simulated" in str(error), error
+            else:
+                raise SystemExit(f"no error from {name}")
+            assert (x + 1).tolist() == [3e9, 2.5], "what comes after it is lost"
+        assert torch.nn.functional.gelu(x.neg()).tolist()[0] == 0  # tries a later version first
+        """,
+        TASK_QUEUE_ENABLE=queue,
+    )
 
 
 # On torch_npu 2.9.0 setting allow_hf32 starts it at once; later releases wait for an operator that needs it.

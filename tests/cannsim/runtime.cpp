@@ -7,7 +7,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <regex>
 
 namespace cannsim {
 namespace {
@@ -100,9 +99,11 @@ aclError aclInit(const char *configPath) {
     std::ifstream file(configPath);
     if (!file) return fail(ACL_ERROR_INVALID_FILE, std::string("aclInit: cannot read ") + configPath);
     const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    std::smatch found;
-    if (std::regex_search(text, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d{1,4})\""))) {
-      default_device = std::stoi(found[1]);
+    const std::string key = "\"default_device\"";
+    const size_t found = text.find(key);
+    unsigned device = 0;
+    if (found != std::string::npos && std::sscanf(text.c_str() + found + key.size(), " : \"%4u\"", &device) == 1) {
+      default_device = static_cast<int>(device);
     }
   }
   const std::lock_guard<std::mutex> lock(s.mutex);
