@@ -1269,7 +1269,8 @@ def test_npu_smi_of_four_and_five_columns(environment: dict[str, str]) -> None:
         inside = smi(environment, "info", CANNSIM_NPU_SMI="container")
         memory = smi(environment, "info", "-t", "proc-mem", "-i", "0", "-c", "0", CANNSIM_NPU_SMI="container")
     for table, edge, head in ((old, EDGE_25, HEAD_25), (new, EDGE_26, HEAD_26), (inside, EDGE_26, HEAD_26)):
-        lines = table.splitlines()
+        *lines, note = table.splitlines()
+        assert re.fullmatch(r"cannsim: .*power .*temperature .*are invented", note)
         assert {len(line) for line in lines} == {len(edge)}
         assert edge in lines
         assert head in lines
