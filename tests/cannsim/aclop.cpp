@@ -1,5 +1,5 @@
-// The old way to run an operator, by its graph name. torch_npu takes it where an aclnn kernel is missing; here it ends
-// in an error that names the operator. The descriptors exist so that torch_npu gets as far as that error.
+// The old way to run an operator, by its graph name. torch_npu takes it where an aclnn kernel is missing; here it starts
+// the operator compiler, as with CANN, and ends in an error that names the operator. The descriptors exist so that torch_npu gets as far as that error.
 #include "runtime.h"
 
 #include <acl/acl_op_compiler.h>
@@ -22,6 +22,7 @@ using cannsim::fail;
 namespace {
 
 int refuse(const char *type) {
+  cannsim::start_compiler();
   return fail(ACL_ERROR_OP_NOT_FOUND, std::string("operator ") + (type != nullptr ? type : "(null)") +
                                           " is not simulated: it has no aclnn kernel here");
 }
