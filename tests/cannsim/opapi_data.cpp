@@ -228,6 +228,46 @@ Kernel gather(In self, int64_t dim, In index, Out out) {
   };
 }
 
+// out = self, but with src[i] added to the element of `out` that index[i] names along `dim`.
+Kernel scatter_add(In self, int64_t dim, In index, In src, Out out) {
+  aclTensor x = tensor(self, "self"), at = tensor(index, "index", kIndex), s = tensor(src, "src"),
+            y = tensor(out, "out");
+  require_dtype(s, "src", x.dtype);
+  require_dtype(y, "out", x.dtype);
+  require_shape(y, "out", x.shape);
+  require(at.shape.size() == x.shape.size() && s.shape.size() == x.shape.size(), "self, index, src: of different rank");
+  if (x.shape.empty()) x = unsqueeze(x, 0), at = unsqueeze(at, 0), s = unsqueeze(s, 0), y = unsqueeze(y, 0);
+  const size_t d = axis(dim, x.shape.size());
+  for (size_t k = 0; k < x.shape.size(); k++)
+    require(at.shape[k] <= s.shape[k] && (k == d || at.shape[k] <= x.shape[k]),
+            "index: shape " + text(at.shape) + " exceeds " + text(k == d ? s.shape : x.shape));
+  const Kernel first = copy(y, x);
+  return by_kind(x.dtype, [&](auto c) -> Kernel {
+    using C = decltype(c);
+    return [=] {
+      first();
+      const std::vector<int64_t> table = read_integers(at);
+      std::byte *to = resolve(y);
+      const std::byte *from = resolve(s);
+      const auto bytes = static_cast<int64_t>(size_of(y.dtype));
+      Shape strides = y.strides;
+      strides[d] = 0;
+      const Space<3> space(at.shape, {strides, s.strides, dense_strides(at.shape)});
+      space.each_run([&](const auto &offset, int64_t n) {
+        for (int64_t i = 0; i < n; i++) {
+          const auto place = [&](size_t k) { return offset[k] + i * space.step()[k]; };
+          const int64_t row = checked_index(table[static_cast<size_t>(place(2))], y.shape[d]);
+          std::byte *target = to + (place(0) + row * y.strides[d]) * bytes;
+          C held, added;
+          const C sum = *loader<C>(y.dtype)(target, 1, 1, &held) +
+                        *loader<C>(s.dtype)(from + place(1) * bytes, 1, 1, &added);
+          storer<C>(y.dtype)(&sum, 1, target, 1);
+        }
+      });
+    };
+  });
+}
+
 Kernel index_select(In self, int64_t dim, In index, Out out) {
   aclTensor x = tensor(self, "self"), y = tensor(out, "out");
   const aclTensor &at = tensor(index, "index", kIndex);
@@ -488,6 +528,7 @@ ACLNN(aclnnRepeat, (In self, Ints repeats, Out out), repeat(self, repeats, out))
 ACLNN(aclnnOneHot, (In self, int64_t depth, In on_value, In off_value, int64_t dim, Out out),
       one_hot(self, depth, on_value, off_value, dim, out))
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), gather(self, dim, index, out))
+ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In src, Out out), scatter_add(self, dim, index, src, out))
 ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), index_select(self, dim, index, out))
 ACLNN(aclnnIndex, (In self, Tensors indices, Out out), index(self, indices, out))
 ACLNN(aclnnMaskedSelect, (In self, In mask, Out out), masked_select(self, mask, out))
