@@ -184,36 +184,58 @@ void require_reduction(int64_t reduction) {
   require(reduction >= kNone && reduction <= kSum, "reduction: " + std::to_string(reduction) + " is not 0, 1 or 2");
 }
 
-constexpr auto squared_difference = [](float a, float b) { return (a - b) * (a - b); };
-
-Kernel mse_loss(In self, In target, int64_t reduction, Out out) {
+// The mean or the sum of f(self, target), or each of them.
+template <typename F>
+Kernel loss(In self, In target, int64_t reduction, Out out, F f) {
   const aclTensor &x = tensor(self, "self", kFloats), &t = tensor(target, "target", kFloats),
                   &y = tensor(out, "out", kFloats);
   require_reduction(reduction);
   require_cast(promote(x.dtype, t.dtype), y);
   const Shape shape = broadcast(x.shape, t.shape);
   require_shape(y, "out", reduction == kNone ? shape : Shape{});
-  if (reduction == kNone) return map<float, 2>(y, {x, t}, squared_difference);
+  if (reduction == kNone) return map<float, 2>(y, {x, t}, f);
   return [=] {
     double sum = 0;
     each_block<float>(shape, {x, t}, [&](const float *const *inputs, int64_t n) {
-      for (int64_t i = 0; i < n; i++) sum += squared_difference(inputs[0][i], inputs[1][i]);
+      for (int64_t i = 0; i < n; i++) sum += f(inputs[0][i], inputs[1][i]);
     });
     const auto result = static_cast<float>(reduction == kSum ? sum : sum / static_cast<double>(count(shape)));
     storer<float>(y.dtype)(&result, 1, resolve(y), 1);
   };
 }
 
-Kernel mse_loss_backward(In grad, In self, In target, int64_t reduction, Out out) {
+// `f` is the derivative of one element's loss with respect to `self`.
+template <typename F>
+Kernel loss_backward(In grad, In self, In target, int64_t reduction, Out out, F f) {
   const aclTensor &g = tensor(grad, "gradOutput", kFloats), &x = tensor(self, "self", kFloats),
                   &t = tensor(target, "target", kFloats), &y = tensor(out, "out", kFloats);
   require_reduction(reduction);
   require_shape(y, "out", broadcast(g.shape, broadcast(x.shape, t.shape)));
   require_cast(promote(g.dtype, promote(x.dtype, t.dtype)), y);
-  const float factor = reduction == kMean ? 2.0f / static_cast<float>(count(y.shape)) : 2.0f;
-  return map<float, 3>(y, {g, x, t}, [factor](float gradient, float a, float b) {
-    return factor * (a - b) * gradient;
+  const float factor = reduction == kMean ? 1.0f / static_cast<float>(count(y.shape)) : 1.0f;
+  return map<float, 3>(y, {g, x, t}, [f, factor](float gradient, float a, float b) {
+    return f(a, b) * factor * gradient;
   });
+}
+
+constexpr auto squared = [](float a, float b) { return (a - b) * (a - b); };
+constexpr auto squared_derivative = [](float a, float b) { return 2 * (a - b); };
+
+// Squared below `beta`, absolute above it.
+auto smooth(float beta) {
+  require(beta >= 0, "beta is negative");
+  return [beta](float a, float b) {
+    const float distance = std::abs(a - b);
+    return distance < beta ? 0.5f * distance * distance / beta : distance - 0.5f * beta;
+  };
+}
+auto smooth_derivative(float beta) {
+  require(beta >= 0, "beta is negative");
+  return [beta](float a, float b) {
+    const float difference = a - b;
+    if (std::abs(difference) < beta) return difference / beta;
+    return static_cast<float>((difference > 0) - (difference < 0));
+  };
 }
 
 // (1 - target) * x - weight_of_positives(target) * log_sigmoid(x), times weight.
@@ -368,9 +390,13 @@ ACLNN(aclnnEluBackward,
       (In grad, Num alpha, Num scale, Num input_scale, bool is_result, In self_or_result, Out out),
       elu_backward(grad, alpha, scale, input_scale, is_result, self_or_result, out))
 
-ACLNN(aclnnMseLoss, (In self, In target, int64_t reduction, Out out), mse_loss(self, target, reduction, out))
+ACLNN(aclnnMseLoss, (In self, In target, int64_t reduction, Out out), loss(self, target, reduction, out, squared))
 ACLNN(aclnnMseLossBackward, (In grad, In self, In target, int64_t reduction, Out out),
-      mse_loss_backward(grad, self, target, reduction, out))
+      loss_backward(grad, self, target, reduction, out, squared_derivative))
+ACLNN(aclnnSmoothL1Loss, (In self, In target, int64_t reduction, float beta, Out out),
+      loss(self, target, reduction, out, smooth(beta)))
+ACLNN(aclnnSmoothL1LossBackward, (In grad, In self, In target, int64_t reduction, float beta, Out out),
+      loss_backward(grad, self, target, reduction, out, smooth_derivative(beta)))
 ACLNN(aclnnBinaryCrossEntropyWithLogits,
       (In self, In target, In weight, In pos_weight, int64_t reduction, Out out),
       cross_entropy_with_logits(self, target, weight, pos_weight, reduction, out))
