@@ -634,6 +634,63 @@ def test_star_counts_the_lines_of_the_trace(run: Run, tmp_path: Path) -> None:
     assert run(body, CANNSIM_FAIL="exec:*").stdout == f"{AICORE_EXCEPTION}\n"
 
 
+# Prints what two synchronous and two asynchronous copies of the same data deliver.
+FOUR_COPIES = """
+    import struct
+    start()
+    kind, numbers = os.environ["KIND"], [int(x) if x.isdigit() else float(x) for x in os.environ["NUMBERS"].split()]
+    data, on = struct.pack(f"{len(numbers)}{kind}", *numbers), stream()
+    device = malloc(len(data))
+    ok(acl.aclrtMemset(device, len(data), 0, len(data)))
+    def show(raw):
+        print(*struct.unpack(f"{len(numbers)}{kind}", raw))
+    def host():
+        return c.create_string_buffer(struct.pack(f"{len(numbers)}{kind}", *[9] * len(numbers)), len(data))
+    ok(acl.aclrtMemcpy(device, len(data), data, len(data), 1))
+    for copy in (
+        lambda buffer: acl.aclrtMemcpy(buffer, len(data), device, len(data), 2),
+        lambda buffer: copy_async(device, buffer, len(data), on),
+        lambda buffer: copy_async(device, buffer, len(data), on),
+    ):
+        buffer = host()
+        ok(copy(buffer))
+        ok(acl.aclrtSynchronizeStream(on))
+        show(buffer.raw)
+"""
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "numbers", "expected"),
+    [
+        ("aclrtMemcpy", "f", "1.0 4.0", ["1.0 2.0", "1.0 2.0", "1.0 2.0"]),  # the device holds the wrong data
+        ("aclrtMemcpy:2", "f", "1.0 4.0", ["1.0 2.0", "1.0 4.0", "1.0 4.0"]),
+        ("aclrtMemcpy:2", "f", "0.0 0.0", ["2.0 0.0", "0.0 0.0", "0.0 0.0"]),
+        ("aclrtMemcpy:2", "q", "6 7", ["7 7", "6 7", "6 7"]),
+        ("aclrtMemcpy:2", "b", "6 7 8", ["7 7 8", "6 7 8", "6 7 8"]),
+        ("aclrtMemcpyAsync:1:zero", "f", "1.0 4.0", ["1.0 4.0", "0.0 0.0", "1.0 4.0"]),
+        ("aclrtMemcpyAsync:2:swap", "f", "1.0 4.0", ["1.0 4.0", "1.0 4.0", "4.0 1.0"]),
+        ("aclrtMemcpyAsync:*:stale", "f", "1.0 4.0", ["1.0 4.0", "9.0 9.0", "9.0 9.0"]),
+        ("exec:aclrtMemcpyAsync:2:zero", "f", "1.0 4.0", ["1.0 4.0", "1.0 4.0", "0.0 0.0"]),
+        ("copy:*:3:zero", "f", "1.0 4.0", ["1.0 4.0", "0.0 0.0", "1.0 4.0"]),
+        ("copy:*:2:zero,copy:*:4:stale", "f", "1.0 4.0", ["0.0 0.0", "1.0 4.0", "9.0 9.0"]),
+        ("exec:aclnnRelu:*", "f", "1.0 4.0", ["1.0 4.0", "1.0 4.0", "1.0 4.0"]),
+    ],
+)
+def test_corrupted_copies(run: Run, spec: str, kind: str, numbers: str, expected: list[str]) -> None:
+    result = run(FOUR_COPIES, CANNSIM_CORRUPT=spec, KIND=kind, NUMBERS=numbers)
+    assert result.stdout.splitlines() == expected
+
+
+def test_a_corrupted_copy_is_in_the_trace_and_a_failure_wins(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    failing = "aclrtMemcpyAsync:2:107000"
+    environment = {"CANNSIM_CORRUPT": "aclrtMemcpyAsync:*", "CANNSIM_FAIL": failing, "CANNSIM_TRACE": str(path)}
+    run(FOUR_COPIES, code=1, KIND="f", NUMBERS="1.0 4.0", **environment)
+    copies = [line.get("injected") for line in trace(path) if line["name"] == "aclrtMemcpyAsync"]
+    assert copies == ["corrupt", 107000]
+    assert not [line for line in trace(path) if line["name"] != "aclrtMemcpyAsync" and "injected" in line]
+
+
 def test_a_task_that_hangs(run: Run) -> None:
     result = run(
         """
@@ -684,6 +741,13 @@ def test_a_call_that_hangs_dies_of_sigterm_only(environment: dict[str, str], han
         ("CANNSIM_FAIL", "a,,b"),
         ("CANNSIM_FAIL", "exec:"),
         ("CANNSIM_HANG", "aclrtMalloc:1:2"),
+        ("CANNSIM_CORRUPT", "aclrtMalloc"),
+        ("CANNSIM_CORRUPT", "exec"),
+        ("CANNSIM_CORRUPT", "exec:aclnnRelu:0"),
+        ("CANNSIM_CORRUPT", "exec:aclnnRelu:1:byte"),
+        ("CANNSIM_CORRUPT", "exec:aclnnRelu:1:bit:2"),
+        ("CANNSIM_CORRUPT", "copy:aclrtMemcpy"),
+        ("CANNSIM_CORRUPT", "aclrtMemcpy,"),
         ("CANNSIM_DEVICES", "many"),
         ("CANNSIM_DEVICES", ""),
         ("CANNSIM_DEVICES", "65"),
@@ -1067,6 +1131,43 @@ def test_torch_process_is_listed(torch: Torch) -> None:
         torch.npu.synchronize()
         assert f" {os.getpid()} " in info()
     """)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("exec:aclnnRelu", "[1.0, 0.0, 6.0, 2.0] [1.0, 0.0, 3.0, 2.0] 2 5.0"),
+        ("exec:aclnnRelu:2:zero", "[1.0, 0.0, 3.0, 2.0] [0.0, 0.0, 0.0, 0.0] 2 5.0"),
+        ("exec:aclnnRelu:*:swap", "[0.0, 1.0, 3.0, 2.0] [0.0, 1.0, 3.0, 2.0] 2 5.0"),
+        ("exec:aclnnInplaceCopy:1:stale", "[1.0, 0.0, 3.0, 2.0] [1.0, 0.0, 3.0, 2.0] 2 4.0"),
+        ("exec:aclnnArgMax", "[1.0, 0.0, 3.0, 2.0] [1.0, 0.0, 3.0, 2.0] 3 5.0"),
+        ("exec:*:3", "[1.0, 0.0, 3.0, 2.0] [1.0, 0.0, 3.0, 2.0] 3 5.0"),
+    ],
+)
+def test_torch_corrupted_kernels(torch: Torch, tmp_path: Path, spec: str, expected: str) -> None:
+    path = tmp_path / "trace"
+    body = """
+        x = torch.tensor([1., -2., 3., 2.]).npu()
+        results = torch.relu(x), torch.relu(x), torch.argmax(x)
+        y = torch.tensor([4., 4.]).npu()
+        y[1:].copy_(torch.tensor([0., 5.]).npu()[1:])
+        print(*(result.tolist() for result in results), y[1].item())
+    """
+    assert torch(body, CANNSIM_CORRUPT=spec, CANNSIM_TRACE=str(path)).stdout.splitlines()[-1] == expected
+    hits = [line["name"] for line in trace(path) if line.get("injected") == "corrupt"]
+    assert len(hits) == (2 if ":*:" in spec and "*:3" not in spec else 1)
+    assert all(name.startswith("exec:aclnn") for name in hits)
+
+
+def test_every_operator_says_what_it_writes(simulator: Path, tmp_path: Path) -> None:
+    """Else CANNSIM_CORRUPT could not spoil it. The cases of the other half launch every operator."""
+    report = tmp_path / "report.json"
+    environment = support.clean_environment() | {
+        "LD_LIBRARY_PATH": str(simulator), "TASK_QUEUE_ENABLE": "0", "CANNSIM_CORRUPT": "copy:*:1000000000"
+    }
+    command = [sys.executable, str(support.PROJECT / "tests/test_cannsim_ops.py"), str(report)]
+    subprocess.run(command, env=environment, capture_output=True, timeout=600, check=True)
+    assert "does not know what it writes" not in report.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("queue", ["0", "1"])

@@ -50,17 +50,25 @@ struct aclTensorList {
 struct aclOpExecutor {
   const char *name;           // "aclnnAddmm"
   std::function<void()> run;  // executed by the stream's thread; what it throws is a sticky error of the stream
+  std::vector<aclTensor> outputs;  // what `run` writes; filled in only where something may be corrupted
 };
 
 namespace cannsim {
 
-// False when nothing is traced, made to fail or made to hang: then nobody asks which calls are made.
+// False when nothing is traced, corrupted, made to fail or made to hang: then nobody asks which calls are made.
 bool watched();
 
-// Every exported call begins with it unless nothing is watched: counts the call, writes the trace line, hangs or returns the injected error code
-// where CANNSIM_HANG or CANNSIM_FAIL says so. 0: go on. `detail` is appended to the trace line as JSON members, for
-// instance "\"bytes\":16,\"direction\":\"h2d\"".
-int enter(const char *name, const std::string &detail = "");
+// True where CANNSIM_CORRUPT is set: then operators must say what they write.
+bool corrupts();
+
+// How a copy or a kernel delivers wrong data. Stale: what was in the memory before stays there.
+enum class Corruption { none, bit, zero, stale, swap };
+
+// Every exported call begins with it unless nothing is watched: counts the call, writes the trace line, hangs or
+// returns the injected error code where CANNSIM_HANG or CANNSIM_FAIL says so. 0: go on. `detail` is appended to the
+// trace line as JSON members, for instance "\"bytes\":16,\"direction\":\"h2d\"". `corruption`, for what can be
+// corrupted, is set as CANNSIM_CORRUPT says.
+int enter(const char *name, const std::string &detail = "", Corruption *corruption = nullptr);
 
 // Records the message that aclGetRecentErrMsg returns and the code that aclrtPeekAtLastError returns; returns `code`.
 int fail(int code, const std::string &message);
@@ -70,8 +78,9 @@ int fail(int code, const std::string &message);
 void *alias(const void *device_address, size_t bytes);
 
 // Appends a task to an in-order stream (nullptr: the default stream of the current context). `name`, a literal, is what
-// the trace and CANNSIM_FAIL=exec:NAME call it. A task fails by throwing a std::exception. Once a task of the stream has failed, later ones are dropped and the error
-// surfaces at the next synchronise. Returns an ACL error when the stream is unknown.
-int enqueue(aclrtStream stream, const char *name, std::function<void()> task);
+// the trace and CANNSIM_FAIL=exec:NAME call it, `outputs` what it writes. A task fails by throwing a std::exception.
+// Once a task of the stream has failed, later ones are dropped and the error surfaces at the next synchronise. Returns
+// an ACL error when the stream is unknown.
+int enqueue(aclrtStream stream, const char *name, std::function<void()> task, std::vector<aclTensor> outputs = {});
 
 }  // namespace cannsim

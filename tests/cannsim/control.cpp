@@ -81,12 +81,16 @@ bool is_identifier(const std::string &text) {
   return true;
 }
 
+bool starts_with(const std::string &text, const std::string &prefix) {
+  return text.compare(0, prefix.size(), prefix) == 0;
+}
+
 // NAME[:NTH[:CODE]],... where NAME may begin with "exec:" and be "*".
 bool parse_injections(const std::string &text, bool with_code, std::vector<Injection> *injections) {
   for (const std::string &item : split(text, ',')) {
     Injection injection;
     std::string rest = item;
-    if (rest.compare(0, 5, "exec:") == 0) {
+    if (starts_with(rest, "exec:")) {
       injection.name = "exec:";
       rest.erase(0, 5);
     }
@@ -103,6 +107,46 @@ bool parse_injections(const std::string &text, bool with_code, std::vector<Injec
       injection.code = static_cast<int>(number);
     }
     injections->push_back(injection);
+  }
+  return true;
+}
+
+bool parse_corruption(const std::string &text, Corruption *corruption) {
+  static const std::map<std::string, Corruption> kinds = {{"bit", Corruption::bit},
+                                                          {"zero", Corruption::zero},
+                                                          {"stale", Corruption::stale},
+                                                          {"swap", Corruption::swap}};
+  const auto kind = kinds.find(text);
+  if (kind == kinds.end()) return false;
+  *corruption = kind->second;
+  return true;
+}
+
+// NAME[:NTH[:KIND]],... where NAME is exec:KERNEL, exec:*, aclrtMemcpy, aclrtMemcpyAsync or copy:*, and NTH may be "*".
+bool parse_corruptions(const std::string &text, std::vector<Injection> *corruptions) {
+  for (const std::string &item : split(text, ',')) {
+    std::vector<std::string> fields = split(item, ':');
+    Injection corruption;
+    corruption.corruption = Corruption::bit;
+    corruption.name = fields[0];
+    if (fields[0] == "exec" || fields[0] == "copy") {
+      if (fields.size() < 2) return false;
+      if (fields[1] != "*" && (fields[0] == "copy" || !is_identifier(fields[1]))) return false;
+      corruption.name += ":" + fields[1];
+      fields.erase(fields.begin());
+    } else if (fields[0] != "aclrtMemcpy" && fields[0] != "aclrtMemcpyAsync") {
+      return false;
+    }
+    if (fields.size() > 3) return false;
+    if (fields.size() > 1) {
+      if (fields[1] == "*") {
+        corruption.nth = 0;
+      } else if (!parse_number(fields[1], 1, UINT64_MAX, &corruption.nth)) {
+        return false;
+      }
+    }
+    if (fields.size() > 2 && !parse_corruption(fields[2], &corruption.corruption)) return false;
+    corruptions->push_back(corruption);
   }
   return true;
 }
@@ -127,7 +171,7 @@ bool known_smi_mode(const std::string &mode) {
 }
 
 int default_code(const std::string &name) {
-  const auto starts = [&name](const char *prefix) { return name.compare(0, std::strlen(prefix), prefix) == 0; };
+  const auto starts = [&name](const char *prefix) { return starts_with(name, prefix); };
   const auto ends = [&name](const std::string &suffix) {
     return name.size() >= suffix.size() && name.compare(name.size() - suffix.size(), suffix.size(), suffix) == 0;
   };
@@ -164,8 +208,9 @@ Settings::Settings() {
     const std::string name(*entry, std::strcspn(*entry, "="));
     if (name.compare(0, 8, "CANNSIM_") != 0) continue;
     bool known = false;
-    for (const char *const candidate : {"CANNSIM_TRACE", "CANNSIM_FAIL", "CANNSIM_HANG", "CANNSIM_DEVICES",
-                                        "CANNSIM_HBM_MB", "CANNSIM_SOC", "CANNSIM_CANN_VERSION", "CANNSIM_NPU_SMI"}) {
+    for (const char *const candidate : {"CANNSIM_TRACE", "CANNSIM_FAIL", "CANNSIM_HANG", "CANNSIM_CORRUPT",
+                                        "CANNSIM_DEVICES", "CANNSIM_HBM_MB", "CANNSIM_SOC", "CANNSIM_CANN_VERSION",
+                                        "CANNSIM_NPU_SMI"}) {
       known = known || name == candidate;
     }
     if (!known) malformed(name, "...", "there is no such variable");
@@ -179,6 +224,11 @@ Settings::Settings() {
   const std::string hang_text = variable("CANNSIM_HANG", "");
   if (!hang_text.empty() && !parse_injections(hang_text, false, &hangs)) {
     malformed("CANNSIM_HANG", hang_text, "expected NAME[:NTH],...");
+  }
+  const std::string corrupt_text = variable("CANNSIM_CORRUPT", "");
+  if (!corrupt_text.empty() && !parse_corruptions(corrupt_text, &corruptions)) {
+    malformed("CANNSIM_CORRUPT", corrupt_text,
+              "expected NAME[:NTH[:KIND]],... with exec:KERNEL, aclrtMemcpy, aclrtMemcpyAsync or copy:* as NAME");
   }
   const std::string devices_text = variable("CANNSIM_DEVICES", "1");
   uint64_t devices = 0;
@@ -226,7 +276,8 @@ State::State() {
   free_space.resize(settings.visible.size());
   used_bytes.resize(settings.visible.size());
   if (!settings.error.empty()) std::fprintf(stderr, "cannsim: %s\n", settings.error.c_str());
-  watched = trace_fd >= 0 || !settings.failures.empty() || !settings.hangs.empty() || !settings.error.empty();
+  watched = trace_fd >= 0 || !settings.failures.empty() || !settings.hangs.empty() || !settings.corruptions.empty() ||
+            !settings.error.empty();
 }
 
 State &state() {
@@ -279,13 +330,16 @@ std::string json_escape(const std::string &text) {
 
 bool watched() { return state().watched; }
 
-int enter(const char *name, const std::string &detail) {
+bool corrupts() { return !state().settings.corruptions.empty(); }
+
+int enter(const char *name, const std::string &detail, Corruption *corruption) {
   State &s = state();
   if (!s.watched) return 0;
   if (!s.settings.error.empty()) return fail(ACL_ERROR_INVALID_PARAM, s.settings.error);
 
   const std::string call(name);
-  const bool on_device = call.compare(0, 5, "exec:") == 0;
+  const bool on_device = starts_with(call, "exec:");
+  const bool copies = call == "aclrtMemcpy" || call == "exec:aclrtMemcpyAsync";
   int code = 0;
   bool hangs = false;
   {
@@ -293,15 +347,23 @@ int enter(const char *name, const std::string &detail) {
     const uint64_t total = ++s.calls;
     const uint64_t by_name = ++s.calls_by_name[call];
     const uint64_t executions = on_device ? ++s.calls_by_name["exec:*"] : 0;
+    const uint64_t nth_copy = copies ? ++s.calls_by_name["copy:*"] : 0;
     const auto applies = [&](const Injection &injection) {
-      if (injection.name == "*") return injection.nth == total;
-      if (injection.name == "exec:*") return injection.nth == executions;
-      return injection.name == call && injection.nth == by_name;
+      uint64_t number = injection.name == call ? by_name : 0;
+      if (injection.name == "*") number = total;
+      if (injection.name == "exec:*") number = executions;
+      if (injection.name == "copy:*") number = nth_copy;
+      return number != 0 && (injection.nth == 0 || injection.nth == number);
     };
     for (const Injection &injection : s.settings.failures) {
       if (code == 0 && applies(injection)) code = injection.code != 0 ? injection.code : default_code(call);
     }
     for (const Injection &injection : s.settings.hangs) hangs = hangs || applies(injection);
+    if (corruption != nullptr && code == 0 && !hangs) {
+      for (const Injection &injection : s.settings.corruptions) {
+        if (*corruption == Corruption::none && applies(injection)) *corruption = injection.corruption;
+      }
+    }
 
     if (s.trace_fd >= 0) {
       std::ostringstream line;
@@ -310,6 +372,7 @@ int enter(const char *name, const std::string &detail) {
       if (!detail.empty()) line << ',' << detail;
       if (hangs) line << ",\"injected\":\"hang\"";
       if (!hangs && code != 0) line << ",\"injected\":" << code;
+      if (corruption != nullptr && *corruption != Corruption::none) line << ",\"injected\":\"corrupt\"";
       line << "}\n";
       const std::string text = line.str();
       // One write to an O_APPEND descriptor: neither threads nor a kill tear a line.

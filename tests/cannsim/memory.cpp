@@ -180,6 +180,15 @@ int check_copy(void *to, size_t most, const void *from, size_t bytes, aclrtMemcp
   return copy->from == nullptr ? ACL_ERROR_RT_PARAM_INVALID : 0;
 }
 
+void transfer(const Copy &copy, size_t bytes, Corruption corruption) {
+  const auto move = [&copy, bytes] { std::memmove(copy.to, copy.from, bytes); };
+  if (corruption == Corruption::none) {
+    move();
+  } else {
+    deliver(corruption, copied_to(copy.to, bytes), move);
+  }
+}
+
 int check_set(void *address, size_t most, size_t bytes, void **usable) {
   if (bytes == 0 || bytes > most) {
     return fail(ACL_ERROR_RT_PARAM_INVALID,
@@ -296,22 +305,29 @@ aclError aclrtFreeHost(void *hostPtr) {
 }
 
 aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind) {
-  CANNSIM_ENTER(cannsim::copy_detail(count, kind));
+  cannsim::Corruption corruption = cannsim::Corruption::none;
+  if (cannsim::watched()) {
+    if (const int code = cannsim::enter(__func__, cannsim::copy_detail(count, kind), &corruption)) return code;
+  }
   if (cannsim::need_context() == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
   Copy copy;
   if (const int code = cannsim::check_copy(dst, destMax, src, count, kind, &copy)) return code;
-  std::memmove(copy.to, copy.from, count);
+  cannsim::transfer(copy, count, corruption);
   return 0;
 }
 
 aclError aclrtMemcpyAsync(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind,
                           aclrtStream stream) {
-  CANNSIM_ENTER(cannsim::copy_detail(count, kind));
+  cannsim::Corruption corruption = cannsim::Corruption::none;
+  if (cannsim::watched()) {
+    if (const int code = cannsim::enter(__func__, cannsim::copy_detail(count, kind), &corruption)) return code;
+  }
   Copy copy;
   if (const int code = cannsim::check_copy(dst, destMax, src, count, kind, &copy)) return code;
-  return cannsim::enqueue(stream, "aclrtMemcpyAsync", [copy, count] {
-    std::memmove(copy.to, copy.from, count);
-  });
+  cannsim::Task task{"aclrtMemcpyAsync", [copy, count, corruption] { cannsim::transfer(copy, count, corruption); },
+                     nullptr};
+  if (cannsim::corrupts()) task.written = [copy, count] { return cannsim::copied_to(copy.to, count); };
+  return cannsim::enqueue(stream, std::move(task));
 }
 
 aclError aclrtMemset(void *devPtr, size_t maxCount, int32_t value, size_t count) {
@@ -327,9 +343,9 @@ aclError aclrtMemsetAsync(void *devPtr, size_t maxCount, int32_t value, size_t c
   CANNSIM_ENTER("\"bytes\":" + std::to_string(count));
   void *usable = nullptr;
   if (const int code = cannsim::check_set(devPtr, maxCount, count, &usable)) return code;
-  return cannsim::enqueue(stream, "aclrtMemsetAsync", [usable, value, count] {
-    std::memset(usable, value, count);
-  });
+  cannsim::Task task{"aclrtMemsetAsync", [usable, value, count] { std::memset(usable, value, count); }, nullptr};
+  if (cannsim::corrupts()) task.written = [usable, count] { return cannsim::copied_to(usable, count); };
+  return cannsim::enqueue(stream, std::move(task));
 }
 
 aclError aclrtGetMemInfo(aclrtMemAttr attr, size_t *free, size_t *total) {

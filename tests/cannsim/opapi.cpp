@@ -13,6 +13,17 @@ namespace opapi {
 // Nothing is kept in it, but on hardware few operators do without: whoever launches must bring it.
 constexpr uint64_t kWorkspace = 1024;
 
+namespace {
+
+// Of the call of `plan` that this thread is in.
+thread_local std::vector<aclTensor> outputs;
+
+}  // namespace
+
+void writes(const aclTensor &tensor) {
+  if (cannsim::corrupts()) outputs.push_back(tensor);
+}
+
 int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, const std::function<Kernel()> &check) {
   const auto entry = [name] { return std::string(name) + "GetWorkspaceSize"; };
   if (cannsim::watched()) {
@@ -21,7 +32,10 @@ int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, c
   try {
     if (workspace_size == nullptr) throw Refusal{kNullArgument, "workspaceSize is null"};
     if (executor == nullptr) throw Refusal{kNullArgument, "executor is null"};
-    *executor = new aclOpExecutor{name, check()};
+    outputs.clear();
+    Kernel kernel = check();
+    require(!cannsim::corrupts() || !outputs.empty(), "the simulator does not know what it writes");
+    *executor = new aclOpExecutor{name, std::move(kernel), std::move(outputs)};
     *workspace_size = kWorkspace;
     return 0;
   } catch (const Refusal &refusal) {
@@ -37,7 +51,7 @@ int launch(const char *name, void *workspace, uint64_t bytes, aclOpExecutor *exe
     return cannsim::fail(kInvalidArgument, std::string(name) + ": executor is one of " + spent->name);
   if (bytes < kWorkspace || cannsim::alias(workspace, kWorkspace) == nullptr)
     return cannsim::fail(kInvalidArgument, std::string(name) + ": the workspace is not the device memory asked for");
-  return cannsim::enqueue(stream, name, std::move(spent->run));
+  return cannsim::enqueue(stream, name, std::move(spent->run), std::move(spent->outputs));
 }
 
 // ---- Data types -----------------------------------------------------------------------------------------------------
@@ -187,6 +201,12 @@ const aclTensor &tensor(In argument, const char *name, Dtypes allowed) {
           who + ": view of shape " + text(argument->shape) + ", strides " + text(argument->strides) + " at offset " +
               std::to_string(argument->offset) + " exceeds the storage " + text(argument->storage));
   return *argument;
+}
+
+const aclTensor &tensor(Out argument, const char *name, Dtypes allowed) {
+  const aclTensor &checked = tensor(static_cast<In>(argument), name, allowed);
+  writes(checked);
+  return checked;
 }
 
 const aclScalar &scalar(Num argument, const char *name) {

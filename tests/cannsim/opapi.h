@@ -173,6 +173,11 @@ int64_t count(const Shape &shape);
 
 // The tensor behind an argument, or a Refusal that names it: null, dtype outside `allowed`, private format, bad view.
 const aclTensor &tensor(In argument, const char *name, Dtypes allowed = kAll);
+// The same for one that the kernel writes.
+const aclTensor &tensor(Out argument, const char *name, Dtypes allowed = kAll);
+// Says that the kernel writes this tensor, where that is not an argument of type Out: one of a list. CANNSIM_CORRUPT
+// spoils what was said to be written.
+void writes(const aclTensor &tensor);
 const aclScalar &scalar(Num argument, const char *name);
 
 template <typename C>

@@ -100,7 +100,8 @@ void multiply(const aclTensor &a, const aclTensor &b, const aclTensor &out, cons
   }
 }
 
-const aclTensor &matrix(In argument, const char *name) {
+template <typename Handle>
+const aclTensor &matrix(Handle argument, const char *name) {
   const aclTensor &view = tensor(argument, name, kFloats);
   require(view.shape.size() == 2, std::string(name) + ": shape " + text(view.shape) + ", expected two dimensions");
   return view;

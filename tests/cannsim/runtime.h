@@ -18,11 +18,12 @@
 
 namespace cannsim {
 
-// One entry of CANNSIM_FAIL or CANNSIM_HANG.
+// One entry of CANNSIM_FAIL, CANNSIM_HANG or CANNSIM_CORRUPT.
 struct Injection {
-  std::string name;  // an API, "aclnnX", "exec:aclnnX", "exec:*", or "*"
-  uint64_t nth = 1;
+  std::string name;  // an API, "aclnnX", "exec:aclnnX", "exec:*", "copy:*", or "*"
+  uint64_t nth = 1;  // 0: every time
   int code = 0;      // 0: the default of this kind of call
+  Corruption corruption = Corruption::none;
 };
 
 // The CANNSIM_* variables, read once. A malformed or unknown one is an error of every call, never ignored.
@@ -30,6 +31,7 @@ struct Settings {
   std::string trace_path;
   std::vector<Injection> failures;
   std::vector<Injection> hangs;
+  std::vector<Injection> corruptions;
   std::vector<int> visible;        // physical id of each logical device
   bool visible_is_invalid = false;  // ASCEND_RT_VISIBLE_DEVICES names no usable list
   uint64_t hbm_bytes = 0;          // of each device
@@ -43,10 +45,19 @@ struct Settings {
 
 struct Context;
 
+// Memory that a task writes, as the simulator sees it.
+struct Region {
+  std::byte *start = nullptr;
+  size_t bytes = 0;
+  aclDataType dtype = ACL_DT_UNDEFINED;  // undefined: bytes of which nobody knows what they are
+  std::vector<size_t> elements;          // where each begins, in bytes from the start
+};
+
 struct Task {
   const char *name;                       // nullptr for a control task
   std::function<void()> run;              // skipped once the stream has failed
   std::function<int(int error)> control;  // events: runs even then, and is told the stream's error
+  std::function<std::vector<Region>()> written = nullptr;  // asked only where CANNSIM_CORRUPT hits
 };
 
 struct Stream {
@@ -152,6 +163,7 @@ Stream *create_stream(Context *context);
 void destroy_stream(Stream *stream);
 int wait_for(Stream *stream, int timeout_ms);  // negative: for ever
 void post(Stream *stream, Task task);
+int enqueue(aclrtStream stream, Task task);
 
 bool in_device_window(const void *address);
 // The live block that holds [address, address + bytes), or nullptr. The caller holds memory_mutex.
@@ -163,6 +175,13 @@ uint64_t used_memory(int device);
 bool registry_add(Context *context, std::string *problem);
 void registry_remove(Context *context);
 void registry_show_memory(int device);
+
+// What a copy of `bytes` bytes writes, and what a kernel writes to these tensors. Throws where that is not known.
+std::vector<Region> copied_to(void *start, size_t bytes);
+std::vector<Region> regions_of(const std::vector<aclTensor> &outputs);
+
+// Runs `task`, which writes `regions`, and spoils the result.
+void deliver(Corruption corruption, const std::vector<Region> &regions, const std::function<void()> &task);
 
 std::string json_escape(const std::string &text);
 

@@ -17,11 +17,17 @@ using Clock = std::chrono::steady_clock;
 // Runs one task outside the stream's lock. A failure's message is left in this thread's error record.
 int run(const Stream &stream, const Task &task) {
   const std::string name(task.name);
+  Corruption corruption = Corruption::none;
   if (watched()) {
-    if (const int code = enter(("exec:" + name).c_str(), "\"stream\":" + std::to_string(stream.id))) return code;
+    const std::string detail = "\"stream\":" + std::to_string(stream.id);
+    if (const int code = enter(("exec:" + name).c_str(), detail, &corruption)) return code;
   }
   try {
-    task.run();
+    if (corruption == Corruption::none) {
+      task.run();
+    } else {
+      deliver(corruption, task.written ? task.written() : std::vector<Region>(), task.run);
+    }
     return 0;
   } catch (const std::exception &problem) {
     return fail(ACL_ERROR_RT_AICORE_EXCEPTION, name + ": " + problem.what());
@@ -233,11 +239,17 @@ void post(Stream *stream, Task task) {
   if (asleep) stream->work.notify_one();
 }
 
-int enqueue(aclrtStream handle, const char *name, std::function<void()> task) {
+int enqueue(aclrtStream handle, Task task) {
   Stream *const stream = need_stream(handle);
   if (stream == nullptr) return thread().last_error;
-  post(stream, Task{name, std::move(task), nullptr});
+  post(stream, std::move(task));
   return 0;
+}
+
+int enqueue(aclrtStream handle, const char *name, std::function<void()> run, std::vector<aclTensor> outputs) {
+  Task task{name, std::move(run), nullptr};
+  if (corrupts()) task.written = [outputs = std::move(outputs)] { return regions_of(outputs); };
+  return enqueue(handle, std::move(task));
 }
 
 }  // namespace cannsim
