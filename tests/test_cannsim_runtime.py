@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import support
+from harness import support
 
 H2H, H2D, D2H, D2D, DEFAULT = range(5)
 PARAM_INVALID, NO_DEVICE_ID, NO_CONTEXT, WRONG_CONTEXT = 107000, 107001, 107002, 107003

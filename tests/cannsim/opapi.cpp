@@ -318,39 +318,58 @@ struct Operand {
 
 }  // namespace
 
+// Walks `shape` block by block: visit(elements of each input, n, where the results go, their stride).
+template <typename C, typename F>
+void walk(const Shape &shape, const std::vector<aclTensor> &inputs, const aclTensor *out, F visit) {
+  const size_t n_inputs = inputs.size();
+  std::array<Shape, kMaxInputs + 1> strides;  // the inputs', then that of `out`
+  strides.fill(Shape(shape.size(), 0));
+  std::array<Operand, kMaxInputs + 1> operands;
+  std::array<Loader<C>, kMaxInputs> loads{};
+  for (size_t k = 0; k < n_inputs; k++) {
+    strides[k] = expand(inputs[k], shape);
+    operands[k] = {resolve(inputs[k]), static_cast<int64_t>(size_of(inputs[k].dtype))};
+    loads[k] = loader<C>(inputs[k].dtype);
+  }
+  if (out != nullptr) {
+    strides[kMaxInputs] = out->strides;
+    operands[kMaxInputs] = {resolve(*out), static_cast<int64_t>(size_of(out->dtype))};
+  }
+
+  const Space<kMaxInputs + 1> space(shape, strides);
+  const auto &step = space.step();
+  C scratch[kMaxInputs][kBlock];
+  space.each_run([&](const auto &offset, int64_t length) {
+    for (int64_t begin = 0; begin < length; begin += kBlock) {
+      const int64_t n = std::min(kBlock, length - begin);
+      const auto at = [&](size_t k) { return operands[k].base + (offset[k] + begin * step[k]) * operands[k].bytes; };
+      const C *x[kMaxInputs];
+      for (size_t k = 0; k < n_inputs; k++) x[k] = loads[k](at(k), step[k], n, scratch[k]);
+      visit(x, n, at(kMaxInputs), step[kMaxInputs]);
+    }
+  });
+}
+
 template <typename C>
 Kernel map_blocks(const aclTensor &out, std::vector<aclTensor> inputs, Body<C> body) {
   return [out, inputs = std::move(inputs), body = std::move(body)] {
-    const size_t n_inputs = inputs.size();
-    std::array<Shape, kMaxInputs + 1> strides;  // the inputs', then that of `out`
-    strides.fill(Shape(out.shape.size(), 0));
-    std::array<Operand, kMaxInputs + 1> operands;
-    std::array<Loader<C>, kMaxInputs> loads{};
-    for (size_t k = 0; k < n_inputs; k++) {
-      strides[k] = expand(inputs[k], out.shape);
-      operands[k] = {resolve(inputs[k]), static_cast<int64_t>(size_of(inputs[k].dtype))};
-      loads[k] = loader<C>(inputs[k].dtype);
-    }
-    strides[kMaxInputs] = out.strides;
-    operands[kMaxInputs] = {resolve(out), static_cast<int64_t>(size_of(out.dtype))};
     const Storer<C> write = storer<C>(out.dtype);
-
-    const Space<kMaxInputs + 1> space(out.shape, strides);
-    const auto &step = space.step();
-    C scratch[kMaxInputs][kBlock], results[kBlock];
-    space.each_run([&](const auto &offset, int64_t length) {
-      for (int64_t begin = 0; begin < length; begin += kBlock) {
-        const int64_t n = std::min(kBlock, length - begin);
-        const auto at = [&](size_t k) { return operands[k].base + (offset[k] + begin * step[k]) * operands[k].bytes; };
-        const C *x[kMaxInputs];
-        for (size_t k = 0; k < n_inputs; k++) x[k] = loads[k](at(k), step[k], n, scratch[k]);
-        body(x, n, results);
-        write(results, n, at(kMaxInputs), step[kMaxInputs]);
-      }
+    C results[kBlock];
+    walk<C>(out.shape, inputs, &out, [&](const C *const *x, int64_t n, std::byte *to, int64_t stride) {
+      body(x, n, results);
+      write(results, n, to, stride);
     });
   };
 }
 
+template <typename C>
+void each_block(const Shape &shape, const std::vector<aclTensor> &inputs,
+                const std::function<void(const C *const *inputs, int64_t n)> &visit) {
+  walk<C>(shape, inputs, nullptr, [&](const C *const *x, int64_t n, std::byte *, int64_t) { visit(x, n); });
+}
+
+template void each_block<float>(const Shape &, const std::vector<aclTensor> &,
+                                const std::function<void(const float *const *, int64_t)> &);
 template Kernel map_blocks<float>(const aclTensor &, std::vector<aclTensor>, Body<float>);
 template Kernel map_blocks<double>(const aclTensor &, std::vector<aclTensor>, Body<double>);
 template Kernel map_blocks<int64_t>(const aclTensor &, std::vector<aclTensor>, Body<int64_t>);
@@ -465,6 +484,14 @@ OPAPI_EXPORT aclTensorList *aclCreateTensorList(const aclTensor *const *value, u
   return make("aclCreateTensorList", [&] { return new aclTensorList{values(value, size)}; });
 }
 
+OPAPI_EXPORT aclScalarList *aclCreateScalarList(const aclScalar *const *value, uint64_t size) {
+  return make("aclCreateScalarList", [&] {
+    auto *list = new aclScalarList;
+    for (const aclScalar *scalar : values(value, size)) list->scalars.push_back(opapi::scalar(scalar, "value"));
+    return list;
+  });
+}
+
 OPAPI_EXPORT int aclDestroyTensor(const aclTensor *handle) {
   if (handle == nullptr || live().remove(handle)) return 0;
   return cannsim::fail(kInvalidArgument, "aclDestroyTensor: not a live tensor");
@@ -486,6 +513,11 @@ OPAPI_EXPORT int aclDestroyFloatArray(const aclFloatArray *handle) {
 }
 
 OPAPI_EXPORT int aclDestroyBoolArray(const aclBoolArray *handle) {
+  delete handle;
+  return 0;
+}
+
+OPAPI_EXPORT int aclDestroyScalarList(const aclScalarList *handle) {
   delete handle;
   return 0;
 }

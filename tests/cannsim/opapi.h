@@ -15,9 +15,14 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <type_traits>
 #include <utility>
+
+struct aclScalarList {
+  std::vector<aclScalar> scalars;
+};
 
 namespace opapi {
 
@@ -50,6 +55,7 @@ using Out = aclTensor *;
 using Num = const aclScalar *;
 using Ints = const aclIntArray *;
 using Tensors = const aclTensorList *;
+using Nums = const aclScalarList *;
 using Shape = std::vector<int64_t>;
 using Kernel = std::function<void()>;
 
@@ -93,6 +99,7 @@ constexpr Dtypes dtypes(std::initializer_list<aclDataType> list) {
 constexpr Dtypes kFloat32 = dtypes({ACL_FLOAT});
 constexpr Dtypes kFloats = dtypes({ACL_FLOAT, ACL_FLOAT16, ACL_BF16});
 constexpr Dtypes kDouble = dtypes({ACL_DOUBLE});
+constexpr Dtypes kFloatsAndDouble = dtypes({ACL_FLOAT, ACL_FLOAT16, ACL_BF16, ACL_DOUBLE});
 constexpr Dtypes kInts = dtypes({ACL_INT8, ACL_INT16, ACL_INT32, ACL_INT64, ACL_UINT8});
 constexpr Dtypes kBool = dtypes({ACL_BOOL});
 constexpr Dtypes kIndex = dtypes({ACL_INT32, ACL_INT64});
@@ -134,6 +141,13 @@ auto by_kind(aclDataType dtype, F f) {
   return f(int64_t{});
 }
 
+// The same for an operator that takes floating tensors only.
+template <typename F>
+auto by_precision(aclDataType dtype, F f) {
+  if (dtype == ACL_DOUBLE) return f(double{});
+  return f(float{});
+}
+
 template <typename To, typename From>
 To convert(From value) {
   if constexpr (std::is_same_v<To, From>) return value;
@@ -172,6 +186,19 @@ C value(const aclScalar &scalar) {
     decltype(tag) stored;
     std::memcpy(&stored, scalar.bytes, sizeof stored);
     return convert<C>(stored);
+  });
+}
+
+// The number as it is once it is an element of a tensor of `dtype`, which is how most operators of CANN use it.
+template <typename C>
+C rounded(const aclScalar &scalar, aclDataType dtype) {
+  const auto wide = [&](auto c) { return value<decltype(c)>(scalar); };
+  return by_dtype(dtype, [&](auto tag) {
+    using T = decltype(tag);
+    if constexpr (std::is_same_v<T, double>) return convert<C>(wide(double{}));
+    else if constexpr (std::is_integral_v<T>) return convert<C>(convert<T>(wide(int64_t{})));
+    else if constexpr (std::is_same_v<T, Bool>) return convert<C>(convert<T>(wide(double{})));
+    else return convert<C>(convert<T>(wide(float{})));
   });
 }
 
@@ -298,6 +325,11 @@ using Body = std::function<void(const C *const *inputs, int64_t n, C *results)>;
 
 constexpr size_t kMaxInputs = 4;
 
+// Inside a kernel: calls visit(elements of each input, n) for every block of `shape`, to which the inputs broadcast.
+template <typename C>
+void each_block(const Shape &shape, const std::vector<aclTensor> &inputs,
+                const std::function<void(const C *const *inputs, int64_t n)> &visit);
+
 template <typename C>
 Kernel map_blocks(const aclTensor &out, std::vector<aclTensor> inputs, Body<C> body);
 
@@ -313,6 +345,15 @@ Kernel map(const aclTensor &out, const std::array<aclTensor, N> &inputs, F f) {
   return map_blocks<C>(out, {inputs.begin(), inputs.end()}, [f](const C *const *x, int64_t n, C *results) {
     apply<C>(f, x, n, results, std::make_index_sequence<N>{});
   });
+}
+
+// f of every element; `out` has the dtype and the shape of `self`, which is floating.
+template <typename F>
+Kernel activation(In self, Out out, Dtypes allowed, F f) {
+  const aclTensor &x = tensor(self, "self", allowed), &y = tensor(out, "out");
+  require_shape(y, "out", x.shape);
+  require_dtype(y, "out", x.dtype);
+  return by_precision(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
 }
 
 inline Kernel copy(const aclTensor &out, const aclTensor &self) {

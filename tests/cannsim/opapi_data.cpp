@@ -228,6 +228,69 @@ Kernel gather(In self, int64_t dim, In index, Out out) {
   };
 }
 
+enum ScatterMode : int64_t { kReplace = 0, kAdd = 1, kMultiply = 2 };
+
+// The loop of a scatter, in the kernel: `y` is changed where `at` says along `dim`.
+template <typename C>
+void scatter_into(const aclTensor &y, size_t dim, const aclTensor &at, const aclTensor *src, C number, int64_t mode) {
+  const std::vector<int64_t> table = read_integers(at);
+  const auto bytes = static_cast<int64_t>(size_of(y.dtype));
+  std::byte *to = resolve(y);
+  const std::byte *from = src != nullptr ? resolve(*src) : nullptr;
+  const Loader<C> load = loader<C>(y.dtype);
+  const Storer<C> store = storer<C>(y.dtype);
+  Shape strides = y.strides;
+  strides[dim] = 0;
+  const Space<3> space(at.shape, {strides, src != nullptr ? src->strides : strides, dense_strides(at.shape)});
+  space.each_run([&](const auto &offset, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+      const auto place = [&](size_t k) { return offset[k] + i * space.step()[k]; };
+      const int64_t row = checked_index(table[static_cast<size_t>(place(2))], y.shape[dim]);
+      std::byte *target = to + (place(0) + row * y.strides[dim]) * bytes;
+      C before, given = number;
+      const C held = *load(target, 1, 1, &before);
+      if (from != nullptr) given = *load(from + place(1) * bytes, 1, 1, &given);
+      const C after = mode == kAdd ? held + given : mode == kMultiply ? held * given : given;
+      store(&after, 1, target, 1);
+    }
+  });
+}
+
+// out = self, but for the elements that `index` names along `dim`, which get those of `src`, or the number.
+Kernel scatter(In self, int64_t dim, In index, In src, Num number, int64_t mode, Out out) {
+  aclTensor x = tensor(self, "self"), at = tensor(index, "index", kIndex), y = tensor(out, "out");
+  aclTensor source = number == nullptr ? tensor(src, "src") : aclTensor{};
+  const aclScalar given = number == nullptr ? whole(0) : scalar(number, "value");
+  require(mode >= kReplace && mode <= kMultiply, "reduce: " + std::to_string(mode) + " is not 0, 1 or 2");
+  require_dtype(y, "out", x.dtype);
+  require_shape(y, "out", x.shape);
+  const Kernel first = copy(y, x);
+  if (count(at.shape) == 0) return first;
+
+  require(at.shape.size() == x.shape.size(), "index: of another rank than self");
+  if (number == nullptr) {
+    require_dtype(source, "src", x.dtype);
+    require(source.shape.size() == x.shape.size(), "src: of another rank than self");
+  }
+  if (x.shape.empty()) {
+    for (aclTensor *view : {&at, &source, &y}) *view = unsqueeze(*view, 0);
+  }
+  const size_t d = axis(dim, y.shape.size());
+  for (size_t k = 0; k < y.shape.size(); k++) {
+    const bool fits = k == d || at.shape[k] <= y.shape[k];
+    require(fits, "index: shape " + text(at.shape) + " exceeds " + text(y.shape));
+    require(number != nullptr || at.shape[k] <= source.shape[k],
+            "index: shape " + text(at.shape) + " exceeds " + text(source.shape));
+  }
+  return by_kind(y.dtype, [&](auto c) -> Kernel {
+    const auto constant = rounded<decltype(c)>(given, y.dtype);
+    return [=, from_tensor = number == nullptr] {
+      first();
+      scatter_into(y, d, at, from_tensor ? &source : nullptr, constant, mode);
+    };
+  });
+}
+
 Kernel index_select(In self, int64_t dim, In index, Out out) {
   aclTensor x = tensor(self, "self"), y = tensor(out, "out");
   const aclTensor &at = tensor(index, "index", kIndex);
@@ -488,6 +551,15 @@ ACLNN(aclnnRepeat, (In self, Ints repeats, Out out), repeat(self, repeats, out))
 ACLNN(aclnnOneHot, (In self, int64_t depth, In on_value, In off_value, int64_t dim, Out out),
       one_hot(self, depth, on_value, off_value, dim, out))
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), gather(self, dim, index, out))
+ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In src, Out out), scatter(self, dim, index, src, nullptr, kAdd, out))
+ACLNN(aclnnScatter, (In self, int64_t dim, In index, In src, int64_t mode, Out out),
+      scatter(self, dim, index, src, nullptr, mode, out))
+ACLNN(aclnnScatterValue, (In self, int64_t dim, In index, Num value, int64_t mode, Out out),
+      scatter(self, dim, index, nullptr, &scalar(value, "value"), mode, out))
+ACLNN(aclnnInplaceScatter, (Out self, int64_t dim, In index, In src, int64_t mode),
+      scatter(self, dim, index, src, nullptr, mode, self))
+ACLNN(aclnnInplaceScatterValue, (Out self, int64_t dim, In index, Num value, int64_t mode),
+      scatter(self, dim, index, nullptr, &scalar(value, "value"), mode, self))
 ACLNN(aclnnIndexSelect, (In self, int64_t dim, In index, Out out), index_select(self, dim, index, out))
 ACLNN(aclnnIndex, (In self, Tensors indices, Out out), index(self, indices, out))
 ACLNN(aclnnMaskedSelect, (In self, In mask, Out out), masked_select(self, mask, out))

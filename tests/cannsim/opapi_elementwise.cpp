@@ -1,6 +1,6 @@
-// Operators that work element by element: arithmetic, comparison, logic, activations.
+// Operators that work element by element: arithmetic, comparison, logic, functions of the reals.
 //
-// `kNumbers` and the like state which dtypes an operator takes on this SoC; Relu and Elu, for instance, have no DOUBLE.
+// `kNumbers` and the like state which dtypes an operator takes on this SoC.
 #include "opapi.h"
 
 namespace opapi {
@@ -74,7 +74,6 @@ constexpr auto power = [](auto base, auto exponent) {
 };
 
 constexpr auto sigmoid = [](auto x) { return 1 / (1 + std::exp(-x)); };
-constexpr auto log_sigmoid = [](auto x) { return std::min(x, decltype(x){0}) - std::log1p(std::exp(-std::abs(x))); };
 
 // ---- Shapes of operators --------------------------------------------------------------------------------------------
 
@@ -236,50 +235,22 @@ constexpr auto bit_and = [](int64_t a, int64_t b) { return a & b; };
 constexpr auto bit_or = [](int64_t a, int64_t b) { return a | b; };
 constexpr auto bit_xor = [](int64_t a, int64_t b) { return a ^ b; };
 
-Kernel elu(In self, Num alpha, Num scale, Num input_scale, Out out) {
-  const auto a = value<float>(scalar(alpha, "alpha")), s = value<float>(scalar(scale, "scale")),
-             i = value<float>(scalar(input_scale, "inputScale"));
-  return unary(self, out, kFloats, [=](auto x) { return x > 0 ? x * s : std::expm1(x * i) * (a * s); });
-}
-
-Kernel leaky_relu(In self, Num slope, Out out) {
-  const auto s = value<double>(scalar(slope, "negativeSlope"));
-  return unary(self, out, kFloats | kDouble, [=](auto x) { return x > 0 ? x : x * static_cast<decltype(x)>(s); });
-}
-
-Kernel softplus(In self, Num beta, Num threshold, Out out) {
-  const auto b = value<float>(scalar(beta, "beta")), t = value<float>(scalar(threshold, "threshold"));
-  return unary(self, out, kFloats, [=](auto x) { return x * b > t ? x : std::log1p(std::exp(x * b)) / b; });
-}
-
-Kernel hardtanh(In self, Num min, Num max, Out out) {
-  return unary(self, out, kFloats, [low = value<float>(scalar(min, "clipValueMin")),
-                                    high = value<float>(scalar(max, "clipValueMax"))](auto x) {
-    using C = decltype(x);
-    return minimum(maximum(x, static_cast<C>(low)), static_cast<C>(high));
+// self + number * (tensor1 * tensor2) and the like.
+template <typename F>
+Kernel combine(In self, In tensor1, In tensor2, Num number, Out out, Dtypes allowed, F f) {
+  const aclTensor &x = tensor(self, "self", allowed), &a = tensor(tensor1, "tensor1", allowed),
+                  &b = tensor(tensor2, "tensor2", allowed), &y = tensor(out, "out");
+  const aclScalar &factor = scalar(number, "value");
+  require_shape(y, "out", broadcast(x.shape, broadcast(a.shape, b.shape)));
+  const aclDataType dtype = promote(x.dtype, promote(a.dtype, b.dtype));
+  require_cast(dtype, y);
+  return by_kind(dtype, [&](auto c) {
+    using C = decltype(c);
+    return map<C, 3>(y, {x, a, b}, [f, n = value<C>(factor)](C u, C v, C w) { return f(u, v, w, n); });
   });
 }
-
-// (1 - target) * x - weight_of_positives(target) * log_sigmoid(x), times weight.
-Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
-  require(reduction == 0, "reduction: only 0 (none) is simulated");
-  const aclTensor &x = tensor(self, "self", kFloats), &t = tensor(target, "target", kFloats),
-                  &y = tensor(out, "out", kFloats);
-  require_shape(t, "target", x.shape);
-  require_shape(y, "out", x.shape);
-  require(t.dtype == x.dtype && y.dtype == x.dtype, "target and out must have the dtype of self");
-  aclTensor w = x, p = x;  // stand-ins, not read, where there is no weight
-  if (weight) w = tensor(weight, "weight", kFloats);
-  if (pos_weight) p = tensor(pos_weight, "posWeight", kFloats);
-  require_fits(w, "weight", x.shape);
-  require_fits(p, "posWeight", x.shape);
-  return map<float, 4>(y, {x, t, w, p}, [weighted = weight != nullptr, positive = pos_weight != nullptr](
-                                            float logit, float label, float factor, float of_positives) {
-    const float log_weight = positive ? (of_positives - 1) * label + 1 : 1;
-    const float loss = (1 - label) * logit - log_weight * log_sigmoid(logit);
-    return weighted ? loss * factor : loss;
-  });
-}
+constexpr auto addcmul = [](auto x, auto a, auto b, auto number) { return x + number * (a * b); };
+constexpr auto addcdiv = [](auto x, auto a, auto b, auto number) { return x + number * (a / b); };
 
 Kernel is_close(In self, In other, double rtol, double atol, bool equal_nan, Out out) {
   return binary<kBoolean>(self, other, out, kAll, [=](auto a, auto b) {
@@ -416,18 +387,6 @@ UNARY(Floor, kFloats | kDouble, [](auto x) { return std::floor(x); })
 UNARY(Round, kFloats | kDouble | kInts, [](auto x) { return std::nearbyint(x); })  // ties to even
 UNARY(Trunc, kFloats | kDouble, [](auto x) { return std::trunc(x); })
 UNARY(Sign, kAll, [](auto x) { return (x > 0) - (x < 0); })
-UNARY(Relu, kFloats | dtypes({ACL_INT8, ACL_INT32, ACL_INT64}), [](auto x) { return maximum(x, decltype(x){0}); })
-UNARY(Silu, kFloats, [](auto x) { return x / (1 + std::exp(-x)); })
-ACLNN(aclnnGelu, (In self, Out out), unary(self, out, kFloats, [](auto x) {
-        using C = decltype(x);
-        return C(0.5) * x * (1 + std::erf(x * C(0.70710678118654752440)));
-      }))
-ACLNN(aclnnElu, (In self, Num alpha, Num scale, Num input_scale, Out out), elu(self, alpha, scale, input_scale, out))
-ACLNN(aclnnInplaceElu, (Out self, Num alpha, Num scale, Num input_scale), elu(self, alpha, scale, input_scale, self))
-ACLNN(aclnnLeakyRelu, (In self, Num slope, Out out), leaky_relu(self, slope, out))
-ACLNN(aclnnInplaceLeakyRelu, (Out self, Num slope), leaky_relu(self, slope, self))
-ACLNN(aclnnSoftplus, (In self, Num beta, Num threshold, Out out), softplus(self, beta, threshold, out))
-ACLNN(aclnnHardtanh, (In self, Num min, Num max, Out out), hardtanh(self, min, max, out))
 
 REAL(Exp, [](auto x) { return std::exp(x); })
 REAL(Expm1, [](auto x) { return std::expm1(x); })
@@ -443,9 +402,14 @@ REAL(Tanh, [](auto x) { return std::tanh(x); })
 REAL(Atanh, [](auto x) { return std::atanh(x); })
 REAL(Sigmoid, sigmoid)
 
-ACLNN(aclnnBinaryCrossEntropyWithLogits,
-      (In self, In target, In weight, In pos_weight, int64_t reduction, Out out),
-      cross_entropy_with_logits(self, target, weight, pos_weight, reduction, out))
+ACLNN(aclnnAddcmul, (In self, In tensor1, In tensor2, Num number, Out out),
+      combine(self, tensor1, tensor2, number, out, kNumbers, addcmul))
+ACLNN(aclnnInplaceAddcmul, (Out self, In tensor1, In tensor2, Num number),
+      combine(self, tensor1, tensor2, number, self, kNumbers, addcmul))
+ACLNN(aclnnAddcdiv, (In self, In tensor1, In tensor2, Num number, Out out),
+      combine(self, tensor1, tensor2, number, out, kFloatsAndDouble, addcdiv))
+ACLNN(aclnnInplaceAddcdiv, (Out self, In tensor1, In tensor2, Num number),
+      combine(self, tensor1, tensor2, number, self, kFloatsAndDouble, addcdiv))
 ACLNN(aclnnSWhere, (In condition, In self, In other, Out out), where(condition, self, other, out))
 ACLNN(aclnnInplaceMaskedFillScalar, (Out self, In mask, Num value), masked_fill(self, mask, scalar(value, "value")))
 ACLNN(aclnnInplaceMaskedFillTensor, (Out self, In mask, In value), masked_fill(self, mask, value))

@@ -80,25 +80,33 @@ Kernel reduce_rows(const aclTensor &self, const std::vector<bool> &reduced, bool
   };
 }
 
-// out has the shape of self; f(row, length, results) fills one row along `dim`.
-template <typename C, typename F>
-Kernel transform_rows(const aclTensor &self, size_t dim, const aclTensor &out, F f) {
-  std::vector<bool> reduced(std::max<size_t>(1, self.shape.size()), false);
-  reduced[dim] = true;
-  reduced.resize(self.shape.size());
-  const int64_t out_stride = self.shape.empty() ? 1 : out.strides[dim];
+// `out` and the inputs have one shape; f(a row of each input, length, results) fills one row along `dim`.
+template <typename C, size_t N, typename F>
+Kernel transform_rows(const std::array<aclTensor, N> &inputs, size_t dim, const aclTensor &out, F f) {
+  std::vector<bool> along(std::max<size_t>(1, out.shape.size()), false);
+  along[dim] = true;
+  along.resize(out.shape.size());
+  const int64_t out_stride = out.shape.empty() ? 1 : out.strides[dim];
   return [=] {
-    Rows<C> rows(self, reduced);
+    std::vector<Rows<C>> rows;
+    std::array<Shape, N + 1> strides;
+    for (size_t k = 0; k < N; k++) {
+      rows.emplace_back(inputs[k], along);
+      strides[k] = pick(inputs[k].strides, along, false);
+    }
+    strides[N] = pick(out.strides, along, false);
     std::byte *to = resolve(out);
     const auto bytes = static_cast<int64_t>(size_of(out.dtype));
     const Storer<C> write = storer<C>(out.dtype);
-    std::vector<C> results(static_cast<size_t>(rows.length()));
-    const Space<2> kept(pick(self.shape, reduced, false),
-                        {pick(self.strides, reduced, false), pick(out.strides, reduced, false)});
+    const int64_t length = rows.front().length();
+    std::vector<C> results(static_cast<size_t>(length));
+    const Space<N + 1> kept(pick(out.shape, along, false), strides);
     kept.each_run([&](const auto &offset, int64_t n) {
       for (int64_t i = 0; i < n; i++) {
-        f(rows.at(offset[0] + i * kept.step()[0]), rows.length(), results.data());
-        write(results.data(), rows.length(), to + (offset[1] + i * kept.step()[1]) * bytes, out_stride);
+        std::array<const C *, N> row;
+        for (size_t k = 0; k < N; k++) row[k] = rows[k].at(offset[k] + i * kept.step()[k]);
+        f(row, length, results.data());
+        write(results.data(), length, to + (offset[N] + i * kept.step()[N]) * bytes, out_stride);
       }
     });
   };
@@ -133,6 +141,8 @@ int64_t best_of(const C *row, int64_t n, F better) {
 }
 constexpr auto larger = [](auto a, auto b) { return a > b; };
 constexpr auto smaller = [](auto a, auto b) { return a < b; };
+constexpr auto farther = [](auto a, auto b) { return std::abs(a) > std::abs(b); };  // from zero
+constexpr auto nearer = [](auto a, auto b) { return std::abs(a) < std::abs(b); };
 
 template <typename C>
 double variance(const C *row, int64_t n, int64_t correction) {
@@ -276,7 +286,7 @@ Kernel along(In self, int64_t dim, Out out, Dtypes allowed, F f) {
   const size_t d = axis(dim, x.shape.size());
   return by_kind(y.dtype, [&](auto c) {
     using C = decltype(c);
-    return transform_rows<C>(x, d, y, [f](const C *row, int64_t n, C *results) { f(row, n, results); });
+    return transform_rows<C, 1>({x}, d, y, [f](const auto &rows, int64_t n, C *results) { f(rows[0], n, results); });
   });
 }
 
@@ -284,6 +294,45 @@ template <typename F>
 Kernel softmax(In self, int64_t dim, Out out, F f) {
   require_cast(tensor(self, "self").dtype, tensor(out, "out"));
   return along(self, dim, out, kFloats | kDouble, f);
+}
+
+// (grad - the sum of grad times output) times output, in each row.
+Kernel softmax_backward(In grad, In output, int64_t dim, Out out) {
+  const aclTensor &g = tensor(grad, "gradOutput", kFloatsAndDouble), &o = tensor(output, "output"),
+                  &y = tensor(out, "out", kFloatsAndDouble);
+  require_dtype(o, "output", g.dtype);
+  require_shape(o, "output", g.shape);
+  require_shape(y, "out", g.shape);
+  const size_t d = axis(dim, g.shape.size());
+  return by_precision(g.dtype, [&](auto c) {
+    using C = decltype(c);
+    return transform_rows<C, 2>({g, o}, d, y, [](const auto &rows, int64_t n, C *results) {
+      double sum = 0;
+      for (int64_t i = 0; i < n; i++) sum += double(rows[0][i]) * double(rows[1][i]);
+      for (int64_t i = 0; i < n; i++) results[i] = static_cast<C>((double(rows[0][i]) - sum) * double(rows[1][i]));
+    });
+  });
+}
+
+// As on this SoC: a norm of another order than these is an error.
+Kernel vector_norm(In self, Num order, Ints dims, bool keepdim, aclDataType dtype, Out out) {
+  const aclTensor &x = tensor(self, "self", kFloats), &y = tensor(out, "out", kFloats);
+  const auto p = value<float>(scalar(order, "ord"));
+  require_dtype(y, "out", dtype);
+  require(dtype == x.dtype || dtype == ACL_FLOAT, "dtype: " + name_of(dtype) + " for " + name_of(x.dtype));
+  const bool infinite = std::isinf(p) || p == 2147483648.0f || p == -2147483648.0f;
+  require(infinite || p == 0 || p == 1 || p == 2 || p == 3, "ord: " + std::to_string(p) + " is not supported");
+  return reduce(x, dims_of(dims), keepdim, y, ACL_FLOAT, [p, infinite](const auto *row, int64_t n) {
+    if (n == 0) return 0.0;
+    if (infinite) return std::abs(double(row[p > 0 ? best_of(row, n, farther) : best_of(row, n, nearer)]));
+    double sum = 0;
+    for (int64_t i = 0; i < n; i++) {
+      const double size = std::abs(double(row[i]));
+      if (p == 0) sum += size != 0;
+      else sum += p == 1 ? size : p == 2 ? size * size : size * size * size;
+    }
+    return p == 2 ? std::sqrt(sum) : p == 3 ? std::cbrt(sum) : sum;
+  });
 }
 
 Kernel cumsum(In self, int64_t dim, aclDataType dtype, Out out) {
@@ -347,6 +396,9 @@ ACLNN(aclnnSoftmax, (In self, int64_t dim, Out out),
       softmax(self, dim, out, [](const auto *row, int64_t n, auto *results) { softmax_of(row, n, results); }))
 ACLNN(aclnnLogSoftmax, (In self, int64_t dim, Out out),
       softmax(self, dim, out, [](const auto *row, int64_t n, auto *results) { log_softmax_of(row, n, results); }))
+ACLNN(aclnnSoftmaxBackward, (In grad, In output, int64_t dim, Out out), softmax_backward(grad, output, dim, out))
+ACLNN(aclnnLinalgVectorNorm, (In self, Num order, Ints dims, bool keepdim, aclDataType dtype, Out out),
+      vector_norm(self, order, dims, keepdim, dtype, out))
 ACLNN(aclnnCumsum, (In self, int64_t dim, aclDataType dtype, Out out), cumsum(self, dim, dtype, out))
 ACLNN(aclnnEqual, (In self, In other, Out out), equal(self, other, out))
 
