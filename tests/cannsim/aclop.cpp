@@ -1,5 +1,6 @@
-// The old way to run an operator, by its graph name. torch_npu takes it where an aclnn kernel is missing, and that ends
-// in an error that names the operator; and for the operator Identity, by which it changes the format of a tensor.
+// The old way to run an operator, by its graph name, which starts the operator compiler, as with CANN. torch_npu takes it
+// where an aclnn kernel is missing, and that ends in an error that names the operator; and for the operator Identity, by
+// which it changes the format of a tensor.
 #include "runtime.h"
 
 #include <acl/acl_op_compiler.h>
@@ -33,7 +34,9 @@ bool is_plain(aclFormat format) {
 // The output gets the input's elements. Between plain formats that is a copy; the private ones are not simulated.
 int identity(const aclTensorDesc &from, const aclDataBuffer &source, const aclTensorDesc &to,
              const aclDataBuffer &target, aclrtStream stream) {
-  const auto wrong = [](const std::string &what) { return fail(ACL_ERROR_INVALID_PARAM, "operator Identity: " + what); };
+  const auto wrong = [](const std::string &what) {
+    return fail(ACL_ERROR_INVALID_PARAM, "operator Identity: " + what);
+  };
   if (from.dtype != to.dtype) return wrong("input and output have different dtypes");
   if (!is_plain(from.storage_format) || !is_plain(to.storage_format))
     return wrong("from format " + std::to_string(from.storage_format) + " to " + std::to_string(to.storage_format) +
@@ -57,6 +60,7 @@ int identity(const aclTensorDesc &from, const aclDataBuffer &source, const aclTe
 
 int execute(const char *type, int inputs, const aclTensorDesc *const in[], const aclDataBuffer *const source[],
             int outputs, const aclTensorDesc *const out[], aclDataBuffer *const target[], aclrtStream stream) {
+  cannsim::start_compiler();
   const std::string name = type != nullptr ? type : "(null)";
   if (name == "Identity" && inputs == 1 && outputs == 1)
     return identity(*in[0], *source[0], *out[0], *target[0], stream);

@@ -36,15 +36,6 @@ torch=$(locate torch)
 headers=$npu/include/third_party/acl/inc
 [ -f "$headers/acl/acl.h" ] || { echo "build.sh: torch_npu without ACL headers" >&2; exit 1; }
 
-runtime_sources=()
-operator_sources=()
-for source in "$here"/*.cpp; do
-  case ${source##*/} in
-    op*) operator_sources+=("$source") ;;
-    *) runtime_sources+=("$source") ;;
-  esac
-done
-
 exec 9>"$out/.lock"
 flock 9
 
@@ -78,31 +69,38 @@ libc = ctypes.CDLL(None)
 sys.stdout.writelines(name for name in sys.stdin if not hasattr(libc, name.strip()))' >"$work/cann"
 
 read -ra user_flags <<<"${CXXFLAGS:-}"
-flags=(-O2 -std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers" "${user_flags[@]+"${user_flags[@]}"}")
+flags=(-std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers")
 
-# At most two compilers at a time.
+# As many compilers at a time as there are processors, the largest sources first. Only operators are worth optimising.
 objects_runtime=()
 objects_operators=()
-pids=()
-compile() {
-  "$cxx" "${flags[@]}" -c "$1" -o "$2" &
-  pids+=($!)
-  if [ ${#pids[@]} -ge 2 ]; then
-    wait "${pids[0]}"
-    pids=("${pids[@]:1}")
-  fi
+running=0
+failed=0
+reap() {
+  wait -n || failed=1
+  running=$((running - 1))
 }
-for source in "${operator_sources[@]+"${operator_sources[@]}"}"; do
+compile() {  # LEVEL SOURCE OBJECT
+  [ $running -lt "$(nproc)" ] || reap
+  [ $failed = 0 ] || return 0
+  "$cxx" "$1" "${flags[@]}" "${user_flags[@]+"${user_flags[@]}"}" -c "$2" -o "$3" &
+  running=$((running + 1))
+}
+while read -r source; do
   object=$work/$(basename "$source" .cpp).o
-  objects_operators+=("$object")
-  compile "$source" "$object"
-done
-for source in "${runtime_sources[@]}"; do
-  object=$work/$(basename "$source" .cpp).o
-  objects_runtime+=("$object")
-  compile "$source" "$object"
-done
-for pid in "${pids[@]}"; do wait "$pid"; done
+  case ${source##*/} in
+    op*)
+      objects_operators+=("$object")
+      compile -O2 "$source" "$object"
+      ;;
+    *)
+      objects_runtime+=("$object")
+      compile -O1 "$source" "$object"
+      ;;
+  esac
+done < <(stat -c '%s %n' "$here"/*.cpp | sort -rn | cut -d ' ' -f 2-)
+while [ $running -gt 0 ]; do reap; done
+[ $failed = 0 ] || exit 1
 
 # The rest: hooks of profiling and of CANN's log do nothing; anything else is an error that names itself.
 nm --defined-only "${objects_runtime[@]}" | awk 'NF == 3 {print $3}' | sort -u >"$work/defined"
@@ -116,7 +114,35 @@ nm --defined-only "${objects_runtime[@]}" | awk 'NF == 3 {print $3}' | sort -u >
     esac
   done
 } >"$work/stubs.c"
-"$cxx" -x c -O2 -fPIC -Wall -Wextra -Werror -c "$work/stubs.c" -o "$work/stubs.o"
+"$cxx" -x c -O1 -fPIC -Wall -Wextra -Werror -c "$work/stubs.c" -o "$work/stubs.o"
+
+# Operators that this wheel knows and that are not simulated refuse by name. A missing one would send torch_npu on its
+# old way to run an operator, which often ends in wrong data. Two kinds stay missing, since torch_npu then takes a way
+# that is right: a later version of an operator that is simulated, and operators on lists of tensors, which it replaces
+# by operators on the single ones.
+touch "$work/simulated"
+if [ ${#objects_operators[@]} -gt 0 ]; then
+  nm --defined-only "${objects_operators[@]}" | awk 'NF == 3 {print $3}' >"$work/simulated"
+fi
+"$python" -c '
+import re, sys
+simulated = set(open(sys.argv[1]).read().split())
+wanted = set()
+for path in sys.argv[2:]:
+    with open(path, "rb") as file:
+        data = file.read()
+    for end in re.finditer(rb"GetWorkspaceSize\0", data):
+        wanted.update(re.findall(rb"\baclnn\w+$", data[end.start() - 100 : end.start()]))
+print("int cannsim_refuse_operator(const char *name);")
+for name in sorted(name.decode() for name in wanted):
+    base, version = re.fullmatch(r"(\w+?)(?:V([2-9]))?", name).groups()
+    older = [base] + [f"{base}V{number}" for number in range(2, int(version or 2))]
+    if name in simulated or name.startswith("aclnnForeach") or (version and simulated.intersection(older)):
+        continue
+    for function in (name + "GetWorkspaceSize", name):
+        print(f"int {function}(void) {{ return cannsim_refuse_operator(\"{function}\"); }}")
+' "$work/simulated" "${libraries[@]}" >"$work/refusals.c"
+"$cxx" -x c -O1 -fPIC -Wall -Wextra -Werror -c "$work/refusals.c" -o "$work/refusals.o"
 
 link() {  # NAME OBJECT...
   local name=$1
@@ -125,7 +151,7 @@ link() {  # NAME OBJECT...
 }
 link libascendcl.so "${objects_runtime[@]}" "$work/stubs.o"
 runtime=("-Wl,--no-as-needed" "$work/libascendcl.so")
-link libopapi.so "${objects_operators[@]+"${objects_operators[@]}"}" "${runtime[@]}"
+link libopapi.so "${objects_operators[@]+"${objects_operators[@]}"}" "$work/refusals.o" "${runtime[@]}"
 names=(libascendcl.so libopapi.so)
 for name in libhccl libacl_op_compiler libge_runner libgraph libacl_tdt_channel; do
   link "$name.so" "${runtime[@]}"

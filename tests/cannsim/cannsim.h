@@ -83,4 +83,7 @@ void *alias(const void *device_address, size_t bytes);
 // an ACL error when the stream is unknown.
 int enqueue(aclrtStream stream, const char *name, std::function<void()> task, std::vector<aclTensor> outputs = {});
 
+// A launch on that stream has failed: if it is captured, the capture is not valid any more.
+void launch_failed(aclrtStream stream);
+
 }  // namespace cannsim

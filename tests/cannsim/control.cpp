@@ -414,6 +414,14 @@ int cannsim_unimplemented(const char *name) {
   return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, std::string(name) + " is not simulated");
 }
 
+// Called by the operators that build.sh generates for those of the wheel that are not simulated: CANN's error where it
+// finds no kernel.
+int cannsim_refuse_operator(const char *name) {
+  if (const int injected = cannsim::enter(name)) return injected;
+  const int no_kernel = 561003;  // ACLNN_ERR_INNER_FIND_KERNEL_ERROR
+  return fail(no_kernel, std::string(name) + ": this operator is not simulated, it has no kernel");
+}
+
 const char *aclGetRecentErrMsg() {
   if (cannsim::enter(__func__)) return nullptr;
   cannsim::Thread &t = thread();

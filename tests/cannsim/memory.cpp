@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
 
 namespace cannsim {
 namespace {
@@ -189,6 +190,35 @@ void transfer(const Copy &copy, size_t bytes, Corruption corruption) {
   }
 }
 
+// Whether this is memory of aclrtMallocHost.
+bool is_pinned(const void *address, size_t bytes) {
+  State &s = state();
+  const std::lock_guard<std::mutex> lock(s.memory_mutex);
+  const uintptr_t where = reinterpret_cast<uintptr_t>(address);
+  auto entry = s.host_blocks.upper_bound(where);
+  if (entry == s.host_blocks.begin()) return false;
+  --entry;
+  const size_t into = where - entry->first;
+  return into < entry->second && bytes <= entry->second - into;
+}
+
+bool is_on_host_and_pageable(const void *address, size_t bytes) {
+  return !in_device_window(address) && !is_pinned(address, bytes);
+}
+
+// A graph goes to the same memory again and again: that must be locked. Elsewhere CANN makes such a copy a synchronous
+// one, which is as unsafe while something is captured.
+int refuse_pageable_copy(const void *to, const void *from, size_t bytes, aclrtStream handle) {
+  if (!state().capturing) return 0;
+  if (!is_on_host_and_pageable(to, bytes) && !is_on_host_and_pageable(from, bytes)) return 0;
+  Stream *const stream = need_stream(handle);
+  if (stream == nullptr) return thread().last_error;
+  if (is_captured(stream)) {
+    return fail(ACL_ERROR_RT_PARAM_INVALID, "a copy from or to pageable host memory cannot be captured");
+  }
+  return refuse_unsafe("an asynchronous copy from or to pageable host memory", kCaptureBlocksAsync);
+}
+
 int check_set(void *address, size_t most, size_t bytes, void **usable) {
   if (bytes == 0 || bytes > most) {
     return fail(ACL_ERROR_RT_PARAM_INVALID,
@@ -310,6 +340,7 @@ aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, a
     if (const int code = cannsim::enter(__func__, cannsim::copy_detail(count, kind), &corruption)) return code;
   }
   if (cannsim::need_context() == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (const int code = cannsim::refuse_unsafe("a synchronous copy")) return code;
   Copy copy;
   if (const int code = cannsim::check_copy(dst, destMax, src, count, kind, &copy)) return code;
   cannsim::transfer(copy, count, corruption);
@@ -320,19 +351,33 @@ aclError aclrtMemcpyAsync(void *dst, size_t destMax, const void *src, size_t cou
                           aclrtStream stream) {
   cannsim::Corruption corruption = cannsim::Corruption::none;
   if (cannsim::watched()) {
-    if (const int code = cannsim::enter(__func__, cannsim::copy_detail(count, kind), &corruption)) return code;
+    if (const int code = cannsim::enter(__func__, cannsim::copy_detail(count, kind), &corruption)) {
+      cannsim::launch_failed(stream);
+      return code;
+    }
   }
   Copy copy;
   if (const int code = cannsim::check_copy(dst, destMax, src, count, kind, &copy)) return code;
-  cannsim::Task task{"aclrtMemcpyAsync", [copy, count, corruption] { cannsim::transfer(copy, count, corruption); },
-                     nullptr};
-  if (cannsim::corrupts()) task.written = [copy, count] { return cannsim::copied_to(copy.to, count); };
+  if (const int code = cannsim::refuse_pageable_copy(dst, src, count, stream)) return code;
+  // Checked once more when it runs, which for a captured copy is long after this call and more than once.
+  const bool locked[] = {cannsim::is_pinned(dst, count), cannsim::is_pinned(src, count)};
+  const auto find = [=] {
+    Copy now;
+    const bool gone = (locked[0] && !cannsim::is_pinned(dst, count)) || (locked[1] && !cannsim::is_pinned(src, count));
+    if (gone || cannsim::check_copy(dst, destMax, src, count, kind, &now) != 0) {
+      throw std::runtime_error("memory was freed before the copy was made");
+    }
+    return now;
+  };
+  cannsim::Task task{"aclrtMemcpyAsync", [=] { cannsim::transfer(find(), count, corruption); }, nullptr};
+  if (cannsim::corrupts()) task.written = [=] { return cannsim::copied_to(find().to, count); };
   return cannsim::enqueue(stream, std::move(task));
 }
 
 aclError aclrtMemset(void *devPtr, size_t maxCount, int32_t value, size_t count) {
   CANNSIM_ENTER("\"bytes\":" + std::to_string(count));
   if (cannsim::need_context() == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (const int code = cannsim::refuse_unsafe("a synchronous memset")) return code;
   void *usable = nullptr;
   if (const int code = cannsim::check_set(devPtr, maxCount, count, &usable)) return code;
   std::memset(usable, value, count);
@@ -340,11 +385,23 @@ aclError aclrtMemset(void *devPtr, size_t maxCount, int32_t value, size_t count)
 }
 
 aclError aclrtMemsetAsync(void *devPtr, size_t maxCount, int32_t value, size_t count, aclrtStream stream) {
-  CANNSIM_ENTER("\"bytes\":" + std::to_string(count));
+  if (cannsim::watched()) {
+    if (const int code = cannsim::enter(__func__, "\"bytes\":" + std::to_string(count))) {
+      cannsim::launch_failed(stream);
+      return code;
+    }
+  }
   void *usable = nullptr;
   if (const int code = cannsim::check_set(devPtr, maxCount, count, &usable)) return code;
-  cannsim::Task task{"aclrtMemsetAsync", [usable, value, count] { std::memset(usable, value, count); }, nullptr};
-  if (cannsim::corrupts()) task.written = [usable, count] { return cannsim::copied_to(usable, count); };
+  const auto find = [=] {
+    void *now = nullptr;
+    if (cannsim::check_set(devPtr, maxCount, count, &now) != 0) {
+      throw std::runtime_error("memory was freed before it was set");
+    }
+    return now;
+  };
+  cannsim::Task task{"aclrtMemsetAsync", [=] { std::memset(find(), value, count); }, nullptr};
+  if (cannsim::corrupts()) task.written = [=] { return cannsim::copied_to(find(), count); };
   return cannsim::enqueue(stream, std::move(task));
 }
 
@@ -382,7 +439,7 @@ aclError aclrtPointerGetAttributes(const void *ptr, aclrtPtrAttributes *attribut
   }
   attributes->location.type = ACL_MEM_LOCATION_TYPE_UNREGISTERED;
   const uintptr_t where = reinterpret_cast<uintptr_t>(ptr);
-  auto entry = s.host_blocks.upper_bound(where);
+  const auto entry = s.host_blocks.upper_bound(where);
   if (entry != s.host_blocks.begin() && where - std::prev(entry)->first < std::prev(entry)->second) {
     attributes->location.type = ACL_MEM_LOCATION_TYPE_HOST;
   }

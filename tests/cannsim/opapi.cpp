@@ -45,7 +45,10 @@ int plan(const char *name, uint64_t *workspace_size, aclOpExecutor **executor, c
 
 int launch(const char *name, void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream) {
   const std::unique_ptr<aclOpExecutor> spent(executor);  // whatever becomes of the launch
-  if (const int code = cannsim::enter(name)) return code;
+  if (const int code = cannsim::enter(name)) {
+    cannsim::launch_failed(stream);
+    return code;
+  }
   if (spent == nullptr) return cannsim::fail(kNullArgument, std::string(name) + ": executor is null");
   if (std::strcmp(spent->name, name) != 0)
     return cannsim::fail(kInvalidArgument, std::string(name) + ": executor is one of " + spent->name);

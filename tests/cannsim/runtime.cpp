@@ -7,7 +7,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <regex>
 
 namespace cannsim {
 namespace {
@@ -55,6 +54,8 @@ const std::string &package_version(const std::string &package) {
   return package == "driver" ? state().settings.driver_version : state().settings.cann_version;
 }
 
+constexpr int kLastCompileOption = 16;  // ACL_OP_DEBUG_OPTION, which older headers do not have
+
 void copy_text(char *to, size_t room, const std::string &text) {
   std::memset(to, 0, room);
   std::memcpy(to, text.data(), std::min(text.size(), room - 1));
@@ -98,9 +99,11 @@ aclError aclInit(const char *configPath) {
     std::ifstream file(configPath);
     if (!file) return fail(ACL_ERROR_INVALID_FILE, std::string("aclInit: cannot read ") + configPath);
     const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-    std::smatch found;
-    if (std::regex_search(text, found, std::regex("\"default_device\"\\s*:\\s*\"(\\d{1,4})\""))) {
-      default_device = std::stoi(found[1]);
+    const std::string key = "\"default_device\"";
+    const size_t found = text.find(key);
+    unsigned device = 0;
+    if (found != std::string::npos && std::sscanf(text.c_str() + found + key.size(), " : \"%4u\"", &device) == 1) {
+      default_device = static_cast<int>(device);
     }
   }
   const std::lock_guard<std::mutex> lock(s.mutex);
@@ -123,6 +126,7 @@ aclError aclFinalize() {
     if (!s.initialised) return cannsim::uninitialised();
     contexts = s.contexts;
   }
+  cannsim::stop_compiler();
   for (const auto &entry : contexts) cannsim::reset(entry.second);
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.initialised = false;
@@ -353,24 +357,34 @@ aclError aclrtCtxGetSysParamOpt(aclSysParamOpt opt, int64_t *value) {
   return 0;
 }
 
+// Whatever the option is, this starts the compiler.
 aclError aclSetCompileopt(aclCompileOpt opt, const char *value) {
-  CANNSIM_ENTER();
+  CANNSIM_ENTER("\"option\":" + std::to_string(opt));
   if (value == nullptr) return fail(ACL_ERROR_INVALID_PARAM, "aclSetCompileopt of nullptr");
+  if (opt == ACL_AUTO_TUNE_MODE) return fail(ACL_ERROR_FEATURE_UNSUPPORTED, "aclSetCompileopt: auto tune is gone");
+  if (opt < 0 || opt > cannsim::kLastCompileOption) {
+    return fail(ACL_ERROR_INTERNAL_ERROR, "aclSetCompileopt: there is no option " + std::to_string(opt));
+  }
+  cannsim::start_compiler();
   const std::lock_guard<std::mutex> lock(state().mutex);
   state().compile_options[opt] = value;
   return 0;
 }
 
+// Asking for the default of this one does not: torch_npu does so in every run.
 size_t aclGetCompileoptSize(aclCompileOpt opt) {
   if (cannsim::enter(__func__)) return 0;
+  if (opt == ACL_OP_JIT_COMPILE) return 256;
+  cannsim::start_compiler();
   const std::lock_guard<std::mutex> lock(state().mutex);
-  return state().compile_options[opt].size() + 1;
+  const std::string &value = state().compile_options[opt];
+  return value.empty() ? 0 : value.size() + 1;
 }
 
 aclError aclGetCompileopt(aclCompileOpt opt, char *value, size_t length) {
   CANNSIM_ENTER();
-  const std::lock_guard<std::mutex> lock(state().mutex);
-  const std::string &text = state().compile_options[opt];
+  if (opt != ACL_OP_JIT_COMPILE) return fail(ACL_ERROR_API_NOT_SUPPORT, "aclGetCompileopt: of the JIT compiler only");
+  const std::string text = "disable";  // on an Ascend 910B
   if (value == nullptr || length < text.size() + 1) {
     return fail(ACL_ERROR_INVALID_PARAM, "aclGetCompileopt: too little room");
   }

@@ -6,10 +6,14 @@
 
 #include "cannsim.h"
 
+#include <sys/types.h>
+
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -44,6 +48,7 @@ struct Settings {
 };
 
 struct Context;
+struct Stream;
 
 // Memory that a task writes, as the simulator sees it.
 struct Region {
@@ -53,11 +58,38 @@ struct Region {
   std::vector<size_t> elements;          // where each begins, in bytes from the start
 };
 
+struct Graph;
+
 struct Task {
   const char *name;                       // nullptr for a control task
   std::function<void()> run;              // skipped once the stream has failed
   std::function<int(int error)> control;  // events: runs even then, and is told the stream's error
   std::function<std::vector<Region>()> written = nullptr;  // asked only where CANNSIM_CORRUPT hits
+  std::shared_ptr<const Graph> graph = nullptr;            // a replay: all tasks of a graph, one after the other
+};
+
+// What a capture has recorded, in the order of the calls: on one stream after the other that is a right order too.
+struct Graph {
+  Graph(Context *owner, uint32_t number) : context(owner), id(number) {}
+
+  Context *const context;
+  const uint32_t id;
+  bool complete = false;  // the capture has ended well
+  std::vector<Task> tasks;
+};
+
+// How far each stream of a capture has come: its number of tasks.
+using Progress = std::map<Stream *, uint64_t>;
+
+struct Capture {
+  std::shared_ptr<Graph> graph;
+  Stream *origin = nullptr;
+  aclmdlRICaptureMode mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
+  pid_t thread = 0;    // that began it
+  bool valid = true;
+  bool active = true;  // has not ended
+  Progress recorded;                    // of each stream that takes part
+  std::map<Stream *, Progress> behind;  // what each of them runs after
 };
 
 struct Stream {
@@ -76,6 +108,8 @@ struct Stream {
   bool alive = true;
   int error = 0;         // sticky: of the first task that failed
   std::string message;
+
+  std::shared_ptr<Capture> capture;  // guarded by State::capture_mutex
 };
 
 struct Event {
@@ -87,6 +121,9 @@ struct Event {
   std::string message;
   uint64_t nanoseconds = 0;
   bool alive = true;
+
+  std::shared_ptr<Capture> capture;  // that recorded it last; guarded by State::capture_mutex
+  Progress behind;                   // what had been recorded by then
 };
 
 struct Context {
@@ -127,6 +164,12 @@ struct State {
   std::map<int, int64_t> system_parameters;
   std::map<int, std::string> compile_options;
 
+  std::mutex capture_mutex;  // guards these, and what streams and events know of captures; taken after `mutex`
+  std::vector<std::shared_ptr<Capture>> captures;  // that are active
+  std::map<void *, std::shared_ptr<Graph>> graphs;  // by handle
+  uint32_t next_graph_id = 1;
+  std::atomic<bool> capturing{false};  // whether there is an active one: mostly there is none, and nobody locks
+
   std::mutex memory_mutex;  // guards these; the innermost lock
   unsigned char *window = nullptr;   // PROT_NONE: what device addresses point into
   unsigned char *backing = nullptr;  // the same memory, readable: what the simulator works on
@@ -143,6 +186,7 @@ struct State {
 struct Thread {
   State *owner = nullptr;
   Context *context = nullptr;
+  aclmdlRICaptureMode capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;  // of aclmdlRICaptureThreadExchangeMode
   int last_error = 0;
   std::string message;   // since the last aclGetRecentErrMsg
   std::string returned;  // keeps what aclGetRecentErrMsg handed out
@@ -164,6 +208,26 @@ void destroy_stream(Stream *stream);
 int wait_for(Stream *stream, int timeout_ms);  // negative: for ever
 void post(Stream *stream, Task task);
 int enqueue(aclrtStream stream, Task task);
+
+// Names that the headers of older wheels do not have.
+constexpr int kCaptureWrongThread = 107038;  // ACL_ERROR_RT_STREAM_CAPTURE_WRONG_THREAD
+constexpr int kCaptureBlocksAsync = 107041;  // ACL_ERROR_RT_CAPTURE_MODE_BLOCK_ASYNC
+constexpr auto kCacheOpInfo = static_cast<aclrtStreamAttr>(4);  // ACL_STREAM_ATTR_CACHE_OP_INFO
+
+// Graph capture. `refuse_` functions return 0 or, after fail(), why the call is not allowed while something is captured.
+bool record(Stream *stream, Task *task);  // true: the stream is captured and the task was taken
+bool is_captured(Stream *stream);
+int refuse_on_captured(Stream *stream, const char *what);
+int refuse_event_of_capture(Event *event, const char *what);
+int refuse_where_captured(const Context *context, const char *what);
+int refuse_unsafe(const char *what, int code = ACL_ERROR_RT_CAPTURE_MODE_NOT_SUPPORT);
+bool record_event(Event *event, Stream *stream);                // true: done, nothing is to be posted
+bool wait_for_event(Stream *stream, Event *event, int *code);  // true: done, with *code
+void spoil_capture(Stream *stream);  // one of its tasks could not be submitted
+
+// The operator compiler. Both do nothing where it has been started, or has not.
+void start_compiler();
+void stop_compiler();
 
 bool in_device_window(const void *address);
 // The live block that holds [address, address + bytes), or nullptr. The caller holds memory_mutex.

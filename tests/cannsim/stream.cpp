@@ -15,11 +15,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // Runs one task outside the stream's lock. A failure's message is left in this thread's error record.
-int run(const Stream &stream, const Task &task) {
+int run(const Stream &stream, const Task &task, bool replayed) {
   const std::string name(task.name);
   Corruption corruption = Corruption::none;
   if (watched()) {
-    const std::string detail = "\"stream\":" + std::to_string(stream.id);
+    const std::string detail =
+        "\"stream\":" + std::to_string(stream.id) + (replayed ? ",\"replayed\":true" : "");
     if (const int code = enter(("exec:" + name).c_str(), detail, &corruption)) return code;
   }
   try {
@@ -34,6 +35,13 @@ int run(const Stream &stream, const Task &task) {
   } catch (...) {
     return fail(ACL_ERROR_RT_AICORE_EXCEPTION, name + ": unknown exception");
   }
+}
+
+int replay(const Stream &stream, const Graph &graph) {
+  for (const Task &task : graph.tasks) {
+    if (const int code = run(stream, task, true)) return code;
+  }
+  return 0;
 }
 
 void work(Stream *stream) {
@@ -59,7 +67,7 @@ void work(Stream *stream) {
     if (task.control) {
       code = task.control(error);
     } else if (error == 0) {
-      code = run(*stream, task);
+      code = task.graph ? replay(*stream, *task.graph) : run(*stream, task, false);
     }
     lock.lock();
     stream->busy = false;
@@ -98,6 +106,8 @@ int post_event(aclrtEvent event, aclrtStream stream, bool records, F control) {
   if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
   Stream *const on = need_stream(stream);
   if (on == nullptr) return thread().last_error;
+  int code = 0;
+  if (records ? record_event(live, on) : wait_for_event(on, live, &code)) return code;
   uint64_t number = 0;
   {
     const std::lock_guard<std::mutex> lock(live->mutex);
@@ -130,14 +140,23 @@ int destroy(aclrtStream handle, bool force) {
   if (handle == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "the default stream cannot be destroyed");
   Stream *const stream = need_stream(handle);
   if (stream == nullptr) return thread().last_error;
+  if (const int code = refuse_on_captured(stream, "destroying the stream")) return code;
   if (!force) wait_for(stream, -1);
   destroy_stream(stream);
   return 0;
 }
 
+int synchronise(aclrtStream handle, int timeout_ms) {
+  Stream *const stream = need_stream(handle);
+  if (stream == nullptr) return thread().last_error;
+  if (const int code = refuse_on_captured(stream, "synchronising the stream")) return code;
+  return wait_for(stream, timeout_ms);
+}
+
 int synchronise_context(int timeout_ms) {
   Context *const context = need_context();
   if (context == nullptr) return ACL_ERROR_RT_CONTEXT_NULL;
+  if (const int code = refuse_where_captured(context, "synchronising the device")) return code;
   std::vector<Stream *> streams;
   {
     const std::lock_guard<std::mutex> lock(state().mutex);
@@ -242,8 +261,13 @@ void post(Stream *stream, Task task) {
 int enqueue(aclrtStream handle, Task task) {
   Stream *const stream = need_stream(handle);
   if (stream == nullptr) return thread().last_error;
-  post(stream, std::move(task));
+  if (!record(stream, &task)) post(stream, std::move(task));
   return 0;
+}
+
+void launch_failed(aclrtStream handle) {
+  if (!state().capturing) return;
+  if (Stream *const stream = need_stream(handle)) spoil_capture(stream);
 }
 
 int enqueue(aclrtStream handle, const char *name, std::function<void()> run, std::vector<aclTensor> outputs) {
@@ -294,6 +318,16 @@ aclError aclrtSetStreamFailureMode(aclrtStream stream, uint64_t mode) {
   return 0;
 }
 
+aclError aclrtSetStreamAttribute(aclrtStream stream, aclrtStreamAttr attribute, aclrtStreamAttrValue *value) {
+  CANNSIM_ENTER();
+  if (value == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtSetStreamAttribute of nullptr");
+  if (cannsim::need_stream(stream) == nullptr) return thread().last_error;
+  // torch_npu switches the shapes of captured operators on and off for a profiler. They are always known here.
+  if (attribute == cannsim::kCacheOpInfo) return 0;
+  return fail(ACL_ERROR_RT_FEATURE_NOT_SUPPORT, "aclrtSetStreamAttribute: attribute " + std::to_string(attribute) +
+                                                    " is not simulated");
+}
+
 aclError aclrtStreamGetId(aclrtStream stream, int32_t *streamId) {
   CANNSIM_ENTER();
   const Stream *const live = cannsim::need_stream(stream);
@@ -308,6 +342,7 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
   Stream *const live = cannsim::need_stream(stream);
   if (live == nullptr) return thread().last_error;
   if (status == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtStreamQuery to nullptr");
+  if (const int code = cannsim::refuse_on_captured(live, "querying the stream")) return code;
   const std::lock_guard<std::mutex> lock(live->mutex);
   if (live->error != 0) return fail(live->error, "the stream has failed: " + live->message);
   *status = live->tasks.empty() && !live->busy ? ACL_STREAM_STATUS_COMPLETE : ACL_STREAM_STATUS_NOT_READY;
@@ -316,15 +351,13 @@ aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status) {
 
 aclError aclrtSynchronizeStream(aclrtStream stream) {
   CANNSIM_ENTER();
-  Stream *const live = cannsim::need_stream(stream);
-  return live == nullptr ? thread().last_error : cannsim::wait_for(live, -1);
+  return cannsim::synchronise(stream, -1);
 }
 
 aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t timeout) {
   CANNSIM_ENTER();
   if (timeout < -1) return fail(ACL_ERROR_RT_PARAM_INVALID, "a timeout below -1");
-  Stream *const live = cannsim::need_stream(stream);
-  return live == nullptr ? thread().last_error : cannsim::wait_for(live, timeout);
+  return cannsim::synchronise(stream, timeout);
 }
 
 aclError aclrtSynchronizeDevice(void) {
@@ -391,6 +424,7 @@ aclError aclrtSynchronizeEvent(aclrtEvent event) {
   CANNSIM_ENTER();
   Event *const live = cannsim::need_event(event);
   if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
+  if (const int code = cannsim::refuse_event_of_capture(live, "synchronising with the event")) return code;
   std::unique_lock<std::mutex> lock(live->mutex);
   const uint64_t number = live->recorded;
   live->completed.wait(lock, [&] { return live->done >= number; });
@@ -403,6 +437,7 @@ aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *statu
   Event *const live = cannsim::need_event(event);
   if (live == nullptr) return ACL_ERROR_RT_PARAM_INVALID;
   if (status == nullptr) return fail(ACL_ERROR_RT_PARAM_INVALID, "aclrtQueryEventStatus to nullptr");
+  if (const int code = cannsim::refuse_event_of_capture(live, "querying the event")) return code;
   const std::lock_guard<std::mutex> lock(live->mutex);
   const bool complete = live->recorded > 0 && live->done == live->recorded;
   *status = complete ? ACL_EVENT_RECORDED_STATUS_COMPLETE : ACL_EVENT_RECORDED_STATUS_NOT_READY;
@@ -418,6 +453,7 @@ aclError aclrtEventElapsedTime(float *ms, aclrtEvent startEvent, aclrtEvent endE
   uint64_t times[2] = {0, 0};
   Event *const both[2] = {start, end};
   for (int i = 0; i < 2; ++i) {
+    if (const int code = cannsim::refuse_event_of_capture(both[i], "the time of the event")) return code;
     const std::lock_guard<std::mutex> lock(both[i]->mutex);
     if (both[i]->recorded == 0 || both[i]->done != both[i]->recorded) {
       return fail(ACL_ERROR_RT_EVENT_NOT_COMPLETE, "aclrtEventElapsedTime of an event that is not complete");
