@@ -12,7 +12,7 @@
 # Neither the packages nor the simulator need the Python headers.
 
 torch_version=2.13.0  # torch_npu has the same
-test_tools=(pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.5 mypy==2.4.1 huggingface_hub==2.4.0)
+test_tools=(pytest==9.2.0 pytest-xdist==3.8.0 expecttest==0.3.0 ruff==0.17.5 mypy==2.4.1 huggingface_hub==2.4.0)
 
 project=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd -P)
 

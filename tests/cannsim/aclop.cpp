@@ -1,12 +1,16 @@
-// The old way to run an operator, by its graph name. torch_npu takes it where an aclnn kernel is missing; here it starts
-// the operator compiler, as with CANN, and ends in an error that names the operator. The descriptors exist so that torch_npu gets as far as that error.
+// The old way to run an operator, by its graph name, which starts the operator compiler, as with CANN. torch_npu takes it
+// where an aclnn kernel is missing, and that ends in an error that names the operator; and for the operator Identity, by
+// which it changes the format of a tensor.
 #include "runtime.h"
 
 #include <acl/acl_op_compiler.h>
 
+#include <cstring>
+
 struct aclTensorDesc {
   aclDataType dtype = ACL_DT_UNDEFINED;
   aclFormat format = ACL_FORMAT_ND;
+  aclFormat storage_format = ACL_FORMAT_ND;  // how the elements lie in memory
   std::vector<int64_t> dims;
 };
 
@@ -21,10 +25,46 @@ using cannsim::fail;
 
 namespace {
 
-int refuse(const char *type) {
+// The elements lie one after the other, whatever the dimensions are called.
+bool is_plain(aclFormat format) {
+  return format == ACL_FORMAT_ND || format == ACL_FORMAT_NCHW || format == ACL_FORMAT_NHWC ||
+         format == ACL_FORMAT_NCDHW || format == ACL_FORMAT_NCL;
+}
+
+// The output gets the input's elements. Between plain formats that is a copy; the private ones are not simulated.
+int identity(const aclTensorDesc &from, const aclDataBuffer &source, const aclTensorDesc &to,
+             const aclDataBuffer &target, aclrtStream stream) {
+  const auto wrong = [](const std::string &what) {
+    return fail(ACL_ERROR_INVALID_PARAM, "operator Identity: " + what);
+  };
+  if (from.dtype != to.dtype) return wrong("input and output have different dtypes");
+  if (!is_plain(from.storage_format) || !is_plain(to.storage_format))
+    return wrong("from format " + std::to_string(from.storage_format) + " to " + std::to_string(to.storage_format) +
+                 " is not simulated");
+  if (source.size != target.size) return wrong("input and output have different sizes");
+  aclTensor written;
+  written.dtype = to.dtype;
+  written.shape = written.storage = to.dims;
+  written.strides.assign(to.dims.size(), 1);
+  for (size_t d = to.dims.size(); d-- > 1;) written.strides[d - 1] = written.strides[d] * to.dims[d];
+  written.data = target.data;
+  const auto run = [source, target] {
+    if (target.size == 0) return;
+    const void *in = cannsim::alias(source.data, source.size);
+    void *out = cannsim::alias(target.data, target.size);
+    if (in == nullptr || out == nullptr) throw std::runtime_error("a buffer is outside of allocated device memory");
+    std::memmove(out, in, target.size);
+  };
+  return cannsim::enqueue(stream, "Identity", run, {written});
+}
+
+int execute(const char *type, int inputs, const aclTensorDesc *const in[], const aclDataBuffer *const source[],
+            int outputs, const aclTensorDesc *const out[], aclDataBuffer *const target[], aclrtStream stream) {
   cannsim::start_compiler();
-  return fail(ACL_ERROR_OP_NOT_FOUND, std::string("operator ") + (type != nullptr ? type : "(null)") +
-                                          " is not simulated: it has no aclnn kernel here");
+  const std::string name = type != nullptr ? type : "(null)";
+  if (name == "Identity" && inputs == 1 && outputs == 1)
+    return identity(*in[0], *source[0], *out[0], *target[0], stream);
+  return fail(ACL_ERROR_OP_NOT_FOUND, "operator " + name + " is not simulated: it has no aclnn kernel here");
 }
 
 }  // namespace
@@ -35,7 +75,7 @@ aclTensorDesc *aclCreateTensorDesc(aclDataType dataType, int numDims, const int6
   if (cannsim::enter(__func__) || numDims < 0 || (numDims > 0 && dims == nullptr)) return nullptr;
   aclTensorDesc *const desc = new aclTensorDesc;
   desc->dtype = dataType;
-  desc->format = format;
+  desc->format = desc->storage_format = format;
   desc->dims.assign(dims, dims + numDims);
   return desc;
 }
@@ -58,13 +98,17 @@ aclError aclGetTensorDescDimV2(const aclTensorDesc *desc, size_t index, int64_t 
 
 void aclSetTensorDescName(aclTensorDesc *, const char *) { cannsim::enter(__func__); }
 
-aclError aclSetTensorFormat(aclTensorDesc *, aclFormat) {
+aclError aclSetTensorFormat(aclTensorDesc *desc, aclFormat format) {
   CANNSIM_ENTER();
+  desc->storage_format = format;
   return 0;
 }
 
-aclError aclSetTensorShape(aclTensorDesc *, int, const int64_t *) {
+aclError aclSetTensorShape(aclTensorDesc *desc, int numDims, const int64_t *dims) {
   CANNSIM_ENTER();
+  if (numDims < 0 || (numDims > 0 && dims == nullptr))
+    return fail(ACL_ERROR_INVALID_PARAM, "aclSetTensorShape: no dimensions");
+  desc->dims.assign(dims, dims + numDims);
   return 0;
 }
 
@@ -110,18 +154,21 @@ CANNSIM_ATTRIBUTE(aclopSetAttrListInt, int, const int64_t *)
 CANNSIM_ATTRIBUTE(aclopSetAttrListFloat, int, const float *)
 CANNSIM_ATTRIBUTE(aclopSetAttrListListInt, int, const int *, const int64_t *const[])
 
-aclError aclopCompileAndExecute(const char *opType, int, const aclTensorDesc *const[], const aclDataBuffer *const[],
-                                int, const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *,
-                                aclopEngineType, aclopCompileType, const char *, aclrtStream) {
+aclError aclopCompileAndExecute(const char *opType, int numInputs, const aclTensorDesc *const inputDesc[],
+                                const aclDataBuffer *const inputs[], int numOutputs,
+                                const aclTensorDesc *const outputDesc[], aclDataBuffer *const outputs[],
+                                const aclopAttr *, aclopEngineType, aclopCompileType, const char *,
+                                aclrtStream stream) {
   CANNSIM_ENTER("\"operator\":\"" + cannsim::json_escape(opType != nullptr ? opType : "") + "\"");
-  return refuse(opType);
+  return execute(opType, numInputs, inputDesc, inputs, numOutputs, outputDesc, outputs, stream);
 }
 
-aclError aclopCompileAndExecuteV2(const char *opType, int, aclTensorDesc *[], aclDataBuffer *[], int, aclTensorDesc *[],
-                                  aclDataBuffer *[], aclopAttr *, aclopEngineType, aclopCompileType, const char *,
-                                  aclrtStream) {
+aclError aclopCompileAndExecuteV2(const char *opType, int numInputs, aclTensorDesc *inputDesc[],
+                                  aclDataBuffer *inputs[], int numOutputs, aclTensorDesc *outputDesc[],
+                                  aclDataBuffer *outputs[], aclopAttr *, aclopEngineType, aclopCompileType,
+                                  const char *, aclrtStream stream) {
   CANNSIM_ENTER("\"operator\":\"" + cannsim::json_escape(opType != nullptr ? opType : "") + "\"");
-  return refuse(opType);
+  return execute(opType, numInputs, inputDesc, inputs, numOutputs, outputDesc, outputs, stream);
 }
 
 }  // extern "C"

@@ -40,27 +40,29 @@ aclScalar whole(int64_t number) {
   return scalar;
 }
 
+// Integers are counted in integers.
+template <typename C>
+Kernel arange(const aclScalar &start, const aclScalar &end, const aclScalar &step, const aclTensor &y) {
+  const auto first = value<C>(start), last = value<C>(end), stride = value<C>(step);
+  require(stride != 0, "step is zero");
+  require(first == last || (last > first) == (stride > 0), "end lies before start");
+  const double length = std::ceil((static_cast<double>(last) - static_cast<double>(first)) / static_cast<double>(stride));
+  require_shape(y, "out", {static_cast<int64_t>(length)});
+  return [=] {
+    std::byte *base = resolve(y);
+    const auto bytes = static_cast<int64_t>(size_of(y.dtype));
+    for (int64_t i = 0; i < y.shape[0]; i++) {
+      const C element = first + static_cast<C>(i) * stride;
+      storer<C>(y.dtype)(&element, 1, base + i * y.strides[0] * bytes, 1);
+    }
+  };
+}
+
 Kernel arange(Num start, Num end, Num step, Out out) {
   const aclScalar &from = scalar(start, "start"), &to = scalar(end, "end"), &by = scalar(step, "step");
-  const aclTensor &y = tensor(out, "out", kNumbers);
-  const auto first = value<double>(from), stride = value<double>(by);
-  require(stride != 0, "step is zero");
-  const double length = std::ceil((value<double>(to) - first) / stride);
-  require(length >= 0, "end lies before start");
-  require_shape(y, "out", {static_cast<int64_t>(length)});
-  return by_kind(y.dtype, [&](auto c) -> Kernel {
-    using C = decltype(c);
-    return [y, first, stride, integer_first = value<int64_t>(from), integer_stride = value<int64_t>(by)] {
-      std::byte *base = resolve(y);
-      const auto bytes = static_cast<int64_t>(size_of(y.dtype));
-      for (int64_t i = 0; i < y.shape[0]; i++) {
-        C element;
-        if constexpr (std::is_integral_v<C>) element = integer_first + i * integer_stride;
-        else element = static_cast<C>(first + static_cast<double>(i) * stride);
-        storer<C>(y.dtype)(&element, 1, base + i * y.strides[0] * bytes, 1);
-      }
-    };
-  });
+  const aclTensor &y = tensor(out, "out", kFloatsAndDouble | kIndex);
+  if (is_floating(y.dtype)) return arange<double>(from, to, by, y);
+  return arange<int64_t>(from, to, by, y);
 }
 
 // ---- Join and repeat ------------------------------------------------------------------------------------------------
@@ -209,9 +211,11 @@ void select(const aclTensor &self, const Shape &self_strides, const std::vector<
 }
 
 Kernel gather(In self, int64_t dim, In index, Out out) {
-  aclTensor x = tensor(self, "self"), at = tensor(index, "index", kIndex), y = tensor(out, "out");
+  aclTensor x = tensor(self, "self"), at = tensor(index, "index"), y = tensor(out, "out");
   require_dtype(y, "out", x.dtype);
   require_shape(y, "out", at.shape);
+  if (count(at.shape) == 0) return [] {};
+  tensor(index, "index", kIndex);
   if (x.shape.empty()) x = unsqueeze(x, 0);
   if (at.shape.empty()) at = unsqueeze(at, 0), y = unsqueeze(y, 0);
   require(at.shape.size() == x.shape.size(),
@@ -385,6 +389,7 @@ Kernel masked_select(In self, In mask, Out out) {
 // The indices of what is not zero: a row each in [found, rank], a column each in [rank, found] when `transposed`.
 Kernel nonzero(In self, Out out, bool transposed) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", dtypes({ACL_INT64}));
+  if (count(y.shape) == 0) return [] {};  // so for a scalar, of which torch_npu knows the answer: the shape stays
   const auto rank = static_cast<int64_t>(x.shape.size());
   require_shape(y, "out", transposed ? Shape{rank, count(x.shape)} : Shape{count(x.shape), rank});
   require(y.strides == dense_strides(y.shape), "out: must be contiguous");

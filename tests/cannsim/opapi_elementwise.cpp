@@ -44,12 +44,6 @@ constexpr auto floor_divide = [](auto a, auto b) {
     return quotient - below > C{0.5} ? below + 1 : below;
   }
 };
-constexpr auto trunc_divide = [](auto a, auto b) {
-  using C = decltype(a);
-  refuse_zero(b);
-  if constexpr (std::is_integral_v<C>) return b == -1 ? sub(C{0}, a) : a / b;
-  else return std::trunc(a / b);
-};
 constexpr auto fmod = [](auto a, auto b) {
   using C = decltype(a);
   refuse_zero(b);
@@ -99,19 +93,17 @@ Kernel real(In self, Out out, F f) {
 }
 
 template <typename F>
-Kernel predicate(In self, Out out, F f) {
-  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", kBool);
+Kernel predicate(In self, Out out, Dtypes results, F f) {
+  const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", results);
   require_shape(y, "out", x.shape);
   return by_kind(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
 }
 
+// A boolean result is stored in whatever dtype `out` has, so that comparisons work in place.
 enum class Result { kPromoted, kReal, kBoolean };
 
 aclDataType result_type(Result result, aclDataType promoted, const aclTensor &out) {
-  if (result == Result::kBoolean) {
-    tensor(&out, "out", kBool);
-    return promoted;
-  }
+  if (result == Result::kBoolean) return promoted;
   if (result == Result::kReal) promoted = floating(promoted);
   require_cast(promoted, out);
   return promoted;
@@ -125,14 +117,25 @@ Kernel binary(In self, In other, Out out, Dtypes allowed, F f) {
                  [&](auto c) { return map<decltype(c), 2>(y, {a, b}, f); });
 }
 
-template <Result result = Result::kPromoted, typename F>
+// How an operator of CANN uses a number: as an element of a tensor, rounded to its dtype; the same, but as a FLOAT beside
+// BFLOAT16; or as the DOUBLE or INT64 that it is, to which it brings the tensor.
+enum class Number { kRounded, kFloatBesideBFloat16, kExact };
+
+aclDataType dtype_of_number(Number number, aclDataType promoted, const aclScalar &scalar) {
+  if (number == Number::kExact) return promote(promoted, scalar.dtype);
+  return number == Number::kFloatBesideBFloat16 && promoted == ACL_BF16 ? ACL_FLOAT : promoted;
+}
+
+template <Result result = Result::kPromoted, Number number = Number::kRounded, typename F>
 Kernel with_scalar(In self, Num other, Out out, Dtypes allowed, F f) {
   const aclTensor &a = tensor(self, "self", allowed), &y = tensor(out, "out");
   const aclScalar &b = scalar(other, "other");
   require(in(promote(a, b), allowed), "other: dtype " + name_of(b.dtype) + " beside " + name_of(a.dtype));
   require_shape(y, "out", a.shape);
-  return by_kind(result_type(result, promote(a, b), y), [&](auto c) {
-    return map<decltype(c), 1>(y, {a}, [f, b = value<decltype(c)>(b)](auto x) { return f(x, b); });
+  const aclDataType dtype = dtype_of_number(number, result_type(result, promote(a, b), y), b);
+  return by_kind(dtype, [&](auto c) {
+    using C = decltype(c);
+    return map<C, 1>(y, {a}, [f, n = rounded<C>(b, dtype)](auto x) { return f(x, n); });
   });
 }
 
@@ -162,24 +165,58 @@ Kernel scaled(In self, Num other, Num alpha, Out out, Dtypes allowed, F f) {
   });
 }
 
-template <typename F>
-Kernel rounded_quotient(int64_t mode, F use) {
-  if (mode == kFloor) return use(floor_divide);
-  require(mode == kTrunc, "mode: " + std::to_string(mode) + " is neither 1 (trunc) nor 2 (floor)");
-  return use(trunc_divide);
+void require_rounding(int64_t mode) {
+  require(mode == kTrunc || mode == kFloor, "mode: " + std::to_string(mode) + " is neither 1 (trunc) nor 2 (floor)");
+}
+
+// Rounding towards zero divides in FLOAT16, BFLOAT16 or, whatever else the operands are, FLOAT, and rounds the quotient
+// twice: to that dtype and to a whole number.
+auto truncated_quotient(aclDataType dtype) {
+  const auto [load, store] = std::pair(loader<float>(dtype), storer<float>(dtype));
+  return [load = load, store = store](float a, float b) {
+    const float quotient = a / b;
+    alignas(float) std::byte stored[sizeof(float)];
+    float scratch;
+    store(&quotient, 1, stored, 1);
+    return std::trunc(*load(stored, 1, 1, &scratch));
+  };
+}
+
+aclDataType dtype_of_quotient(aclDataType dtype) { return in(dtype, kFloats) ? dtype : ACL_FLOAT; }
+
+Kernel divide_trunc(In self, In other, Out out) {
+  const aclTensor &a = tensor(self, "self", kNumbers), &b = tensor(other, "other", kNumbers), &y = tensor(out, "out");
+  require_shape(y, "out", broadcast(a.shape, b.shape));
+  const aclDataType dtype = promote(a.dtype, b.dtype);
+  require_cast(dtype, y);
+  return map<float, 2>(y, {a, b}, truncated_quotient(dtype_of_quotient(dtype)));
+}
+
+Kernel divide_trunc(In self, Num other, Out out) {
+  const aclTensor &a = tensor(self, "self", kNumbers), &y = tensor(out, "out");
+  const aclScalar &b = scalar(other, "other");
+  require_shape(y, "out", a.shape);
+  require_cast(promote(a, b), y);
+  const aclDataType dtype = dtype_of_quotient(a.dtype);
+  return map<float, 1>(y, {a}, [f = truncated_quotient(dtype), n = rounded<float>(b, dtype)](float x) { return f(x, n); });
 }
 
 constexpr auto divide = [](auto a, auto b) { return a / b; };
-constexpr Result kReal = Result::kReal, kBoolean = Result::kBoolean;
+constexpr Result kPromoted = Result::kPromoted, kReal = Result::kReal, kBoolean = Result::kBoolean;
+constexpr Number kRounded = Number::kRounded, kWide = Number::kFloatBesideBFloat16, kExact = Number::kExact;
 
 Kernel div_mod(In self, In other, int64_t mode, Out out) {
   if (mode == 0) return binary<kReal>(self, other, out, kAll, divide);
-  return rounded_quotient(mode, [&](auto f) { return binary(self, other, out, kNumbers, f); });
+  require_rounding(mode);
+  if (mode == kFloor) return binary(self, other, out, kNumbers, floor_divide);
+  return divide_trunc(self, other, out);
 }
 
 Kernel div_mods(In self, Num other, int64_t mode, Out out) {
-  if (mode == 0) return with_scalar<kReal>(self, other, out, kAll, divide);
-  return rounded_quotient(mode, [&](auto f) { return with_scalar(self, other, out, kNumbers, f); });
+  if (mode == 0) return with_scalar<kReal, kWide>(self, other, out, kAll, divide);
+  require_rounding(mode);
+  if (mode == kFloor) return with_scalar<kPromoted, kExact>(self, other, out, kNumbers, floor_divide);
+  return divide_trunc(self, other, out);
 }
 
 // NaN bounds make every element NaN. A missing bound is no bound.
@@ -193,10 +230,11 @@ Kernel clamp(In self, Num min, Num max, Out out) {
   aclTensor widened = x;  // torch.result_type of all three
   widened.dtype = promote(x, low);
   widened.dtype = promote(widened, high);
-  require_cast(widened.dtype, y);
-  return by_kind(widened.dtype, [&](auto c) {
+  const aclDataType dtype = widened.dtype;
+  require_cast(dtype, y);
+  return by_kind(dtype, [&](auto c) {
     using C = decltype(c);
-    return map<C, 1>(y, {x}, [low = value<C>(low), high = value<C>(high)](C v) {
+    return map<C, 1>(y, {x}, [low = rounded<C>(low, dtype), high = rounded<C>(high, dtype)](C v) {
       return minimum(maximum(v, low), high);
     });
   });
@@ -271,20 +309,22 @@ Kernel where(In condition, In self, In other, Out out) {
   });
 }
 
+constexpr Dtypes kFilled = kFloats | kBool | dtypes({ACL_INT8, ACL_INT32, ACL_INT64});
+
 Kernel masked_fill(Out self, In mask, const aclScalar &number) {
-  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool);
+  const aclTensor &x = tensor(self, "self", kFilled), &m = tensor(mask, "mask", kBool);
   require_fits(m, "mask", x.shape);
-  require(is_floating(x.dtype) || !is_floating(number.dtype), "value: dtype " + name_of(number.dtype));
   return by_kind(x.dtype, [&](auto c) {
     using C = decltype(c);
-    return map<C, 2>(x, {x, m}, [v = value<C>(number)](C old, C chosen) { return chosen != 0 ? v : old; });
+    return map<C, 2>(x, {x, m}, [v = rounded<C>(number, x.dtype)](C old, C chosen) { return chosen != 0 ? v : old; });
   });
 }
 
 Kernel masked_fill(Out self, In mask, In number) {
-  const aclTensor &x = tensor(self, "self"), &m = tensor(mask, "mask", kBool), &v = tensor(number, "value");
+  const aclTensor &x = tensor(self, "self", kFilled), &m = tensor(mask, "mask", kBool),
+                  &v = tensor(number, "value", kFilled);
   require_fits(m, "mask", x.shape);
-  require(v.shape.empty() || v.shape == Shape{1}, "value: shape " + text(v.shape) + ", expected one element");
+  require_shape(v, "value", {});
   return by_kind(x.dtype, [&](auto c) {
     return map<decltype(c), 3>(x, {x, m, v}, [](auto old, auto chosen, auto n) { return chosen != 0 ? n : old; });
   });
@@ -303,33 +343,31 @@ Kernel masked_fill(Out self, In mask, In number) {
   ACLNN(aclnnInplace##NAME, (Out self), real(self, self, __VA_ARGS__))
 
 // A tensor and a tensor, a tensor and a number, and both in place, named aclnnX<TENSOR> and aclnnX<SCALAR>.
-#define BINARY(NAME, TENSOR, SCALAR, RESULT, ALLOWED, ...)                                                            \
+#define BINARY(NAME, TENSOR, SCALAR, RESULT, NUMBER, ALLOWED, ...)                                                    \
   ACLNN(aclnn##NAME##TENSOR, (In self, In other, Out out), binary<RESULT>(self, other, out, ALLOWED, __VA_ARGS__))    \
   ACLNN(aclnn##NAME##SCALAR, (In self, Num other, Out out),                                                           \
-        with_scalar<RESULT>(self, other, out, ALLOWED, __VA_ARGS__))                                                  \
+        with_scalar<RESULT, NUMBER>(self, other, out, ALLOWED, __VA_ARGS__))                                          \
   ACLNN(aclnnInplace##NAME##TENSOR, (Out self, In other), binary<RESULT>(self, other, self, ALLOWED, __VA_ARGS__))    \
   ACLNN(aclnnInplace##NAME##SCALAR, (Out self, Num other),                                                            \
-        with_scalar<RESULT>(self, other, self, ALLOWED, __VA_ARGS__))
+        with_scalar<RESULT, NUMBER>(self, other, self, ALLOWED, __VA_ARGS__))
 #define SCALED(NAME, ALLOWED, F)                                                                                      \
   ACLNN(aclnn##NAME, (In self, In other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))            \
   ACLNN(aclnn##NAME##s, (In self, Num other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))        \
   ACLNN(aclnnInplace##NAME, (Out self, In other, Num alpha), scaled(self, other, alpha, self, ALLOWED, F))            \
   ACLNN(aclnnInplace##NAME##s, (Out self, Num other, Num alpha), scaled(self, other, alpha, self, ALLOWED, F))
 
-constexpr Result kPromoted = Result::kPromoted;
-
 SCALED(Add, kAll, add)
 SCALED(Sub, kNumbers, sub)
-BINARY(Mul, , s, kPromoted, kAll, mul)
-BINARY(Div, , s, kReal, kAll, divide)
-BINARY(FloorDivide, , s, kPromoted, kNumbers, floor_divide)
+BINARY(Mul, , s, kPromoted, kWide, kAll, mul)
+BINARY(Div, , s, kReal, kWide, kAll, divide)
+BINARY(FloorDivide, , s, kPromoted, kExact, kNumbers, floor_divide)
 ACLNN(aclnnDivMod, (In self, In other, int mode, Out out), div_mod(self, other, mode, out))
 ACLNN(aclnnDivMods, (In self, Num other, int mode, Out out), div_mods(self, other, mode, out))
 ACLNN(aclnnInplaceDivMod, (Out self, In other, int mode), div_mod(self, other, mode, self))
 ACLNN(aclnnInplaceDivMods, (Out self, Num other, int mode), div_mods(self, other, mode, self))
-BINARY(Fmod, Tensor, Scalar, kPromoted, kNumbers, fmod)
-BINARY(Remainder, TensorTensor, TensorScalar, kPromoted, kNumbers, remainder)
-BINARY(Pow, TensorTensor, TensorScalar, kPromoted, kNumbers, power)
+BINARY(Fmod, Tensor, Scalar, kPromoted, kExact, kNumbers, fmod)
+BINARY(Remainder, TensorTensor, TensorScalar, kPromoted, kRounded, kNumbers, remainder)
+BINARY(Pow, TensorTensor, TensorScalar, kPromoted, kRounded, kNumbers, power)
 ACLNN(aclnnAddV3, (Num self, In other, Num alpha, Out out),
       with_scalar(other, self, out, kAll, [f = scalar(alpha, "alpha")](auto x, auto y) {
         return add(y, mul(value<decltype(x)>(f), x));
@@ -356,15 +394,15 @@ ACLNN(aclnnClampMaxTensor, (In self, In max, Out out), clamp(self, nullptr, max,
 ACLNN(aclnnInplaceClampMinTensor, (Out self, In min), clamp(self, min, nullptr, self))
 ACLNN(aclnnInplaceClampMaxTensor, (Out self, In max), clamp(self, nullptr, max, self))
 
-BINARY(Eq, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a == b; })
-BINARY(Ne, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a != b; })
-BINARY(Lt, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a < b; })
-BINARY(Le, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a <= b; })
-BINARY(Gt, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a > b; })
-BINARY(Ge, Tensor, Scalar, kBoolean, kAll, [](auto a, auto b) { return a >= b; })
-BINARY(BitwiseAnd, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_and))
-BINARY(BitwiseOr, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_or))
-BINARY(BitwiseXor, Tensor, Scalar, kPromoted, kInts | kBool, bitwise(bit_xor))
+BINARY(Eq, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a == b; })
+BINARY(Ne, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a != b; })
+BINARY(Lt, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a < b; })
+BINARY(Le, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a <= b; })
+BINARY(Gt, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a > b; })
+BINARY(Ge, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a >= b; })
+BINARY(BitwiseAnd, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_and))
+BINARY(BitwiseOr, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_or))
+BINARY(BitwiseXor, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_xor))
 ACLNN(aclnnBitwiseNot, (In self, Out out), bitwise_not(self, out))
 
 #define LOGICAL(NAME, ...)                                                                                            \
@@ -373,10 +411,10 @@ ACLNN(aclnnBitwiseNot, (In self, Out out), bitwise_not(self, out))
 LOGICAL(And, [](auto a, auto b) { return a != 0 && b != 0; })
 LOGICAL(Or, [](auto a, auto b) { return a != 0 || b != 0; })
 LOGICAL(Xor, [](auto a, auto b) { return (a != 0) != (b != 0); })
-ACLNN(aclnnLogicalNot, (In self, Out out), predicate(self, out, [](auto x) { return x == 0; }))
-ACLNN(aclnnInplaceLogicalNot, (Out self), predicate(self, self, [](auto x) { return x == 0; }))
-ACLNN(aclnnIsFinite, (In self, Out out), predicate(self, out, [](auto x) { return std::isfinite(double(x)); }))
-ACLNN(aclnnIsInf, (In self, Out out), predicate(self, out, [](auto x) { return std::isinf(double(x)); }))
+ACLNN(aclnnLogicalNot, (In self, Out out), predicate(self, out, kAll, [](auto x) { return x == 0; }))
+ACLNN(aclnnInplaceLogicalNot, (Out self), predicate(self, self, kAll, [](auto x) { return x == 0; }))
+ACLNN(aclnnIsFinite, (In self, Out out), predicate(self, out, kBool, [](auto x) { return std::isfinite(double(x)); }))
+ACLNN(aclnnIsInf, (In self, Out out), predicate(self, out, kBool, [](auto x) { return std::isinf(double(x)); }))
 ACLNN(aclnnIsClose, (In self, In other, double rtol, double atol, bool equal_nan, Out out),
       is_close(self, other, rtol, atol, equal_nan, out))
 

@@ -32,6 +32,13 @@ Views like(const Views &model, Tensors list, const char *name) {
   return result;
 }
 
+// The same for the list that the kernel writes.
+Views outputs_like(const Views &model, Tensors list) {
+  Views result = like(model, list, "out");
+  for (const aclTensor &output : result) writes(output);
+  return result;
+}
+
 // Which dtypes a number may have beside tensors of `dtype`.
 float number_beside(aclDataType dtype, const aclScalar &number, const char *name) {
   Dtypes allowed = dtypes({ACL_FLOAT, ACL_DOUBLE});
@@ -55,7 +62,7 @@ Kernel for_each(const Views &out, const std::array<Views, N> &inputs, F f) {
 
 template <typename F>
 Kernel with_scalar(Tensors x, Num number, Tensors out, F f) {
-  const Views a = views(x, "x", kFloatsAndInt32), y = like(a, out, "out");
+  const Views a = views(x, "x", kFloatsAndInt32), y = outputs_like(a, out);
   const aclDataType dtype = a.front().dtype;
   const aclScalar &s = scalar(number, "scalar");
   const float b = number_beside(dtype, s, "scalar");
@@ -66,13 +73,13 @@ Kernel with_scalar(Tensors x, Num number, Tensors out, F f) {
 // f(x1, x2, x3, number) for lists of floating tensors.
 template <typename F>
 Kernel combined(Tensors x1, Tensors x2, Tensors x3, Num number, Tensors out, F f) {
-  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), c = like(a, x3, "x3"), y = like(a, out, "out");
+  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), c = like(a, x3, "x3"), y = outputs_like(a, out);
   const float s = number_beside(a.front().dtype, scalar(number, "scalar"), "scalar");
   return for_each<float, 3>(y, {a, b, c}, [f, s](float u, float v, float w) { return f(u, v, w, s); });
 }
 
 Kernel lerp(Tensors x1, Tensors x2, Num weight, Tensors out) {
-  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), y = like(a, out, "out");
+  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), y = outputs_like(a, out);
   const aclScalar &number = scalar(weight, "weight");
   require(in(number.dtype, dtypes({ACL_FLOAT, ACL_DOUBLE})), "weight: dtype " + name_of(number.dtype));
   const auto w = value<float>(number);
@@ -81,20 +88,28 @@ Kernel lerp(Tensors x1, Tensors x2, Num weight, Tensors out) {
   });
 }
 
+// An element of a vector, as a scalar.
+aclTensor element(aclTensor vector, int64_t position) {
+  vector.offset += position * vector.strides[0];
+  vector.shape.clear();
+  vector.strides.clear();
+  return vector;
+}
+
 // One element of `scalars`, which is in device memory, for each tensor.
 Kernel addcdiv_list(Tensors x1, Tensors x2, Tensors x3, In scalars, Tensors out) {
-  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), c = like(a, x3, "x3"), y = like(a, out, "out");
+  const Views a = views(x1, "x1", kFloats), b = like(a, x2, "x2"), c = like(a, x3, "x3"), y = outputs_like(a, out);
   const aclTensor &s = tensor(scalars, "scalars", kFloats);
   require_shape(s, "scalars", {static_cast<int64_t>(a.size())});
   std::vector<Kernel> kernels;
   for (size_t i = 0; i < y.size(); i++)
-    kernels.push_back(map<float, 4>(y[i], {a[i], b[i], c[i], narrow(s, 0, static_cast<int64_t>(i), 1)},
+    kernels.push_back(map<float, 4>(y[i], {a[i], b[i], c[i], element(s, static_cast<int64_t>(i))},
                                     [](float u, float v, float w, float factor) { return u + factor * (v / w); }));
   return in_turn(std::move(kernels));
 }
 
 Kernel div_list(Tensors x, Nums scalars, Tensors out) {
-  const Views a = views(x, "x", kFloats), y = like(a, out, "out");
+  const Views a = views(x, "x", kFloats), y = outputs_like(a, out);
   if (scalars == nullptr) throw Refusal{kNullArgument, "scalars is null"};
   require(scalars->scalars.size() == a.size(), "scalars: one for each tensor expected");
   std::vector<Kernel> kernels;
@@ -108,7 +123,7 @@ Kernel div_list(Tensors x, Nums scalars, Tensors out) {
 
 Kernel sqrt(Tensors x, Tensors out) {
   const Views a = views(x, "x", kFloats);
-  return for_each<float, 1>(like(a, out, "out"), {a}, [](float v) { return std::sqrt(v); });
+  return for_each<float, 1>(outputs_like(a, out), {a}, [](float v) { return std::sqrt(v); });
 }
 
 Kernel norm(Tensors x, Num order, Tensors out) {
@@ -120,6 +135,7 @@ Kernel norm(Tensors x, Num order, Tensors out) {
   require(y.size() == a.size(), "out: one tensor for each of x expected");
   for (const aclTensor &result : y) {
     require_dtype(result, "out", a.front().dtype);
+    writes(result);
     require(count(result.shape) == 1, "out: shape " + text(result.shape) + ", expected one element");
   }
   return [=] {

@@ -118,7 +118,7 @@ Kernel log_sigmoid(In self, Out out, Out buffer) {
 }
 
 // The first half of `self` times the sigmoid of the second.
-Kernel glu(In self, int64_t dim, In out) {
+Kernel glu(In self, int64_t dim, Out out) {
   const aclTensor &x = tensor(self, "self", kFloatsAndDouble), &y = tensor(out, "out", kFloatsAndDouble);
   require(!x.shape.empty(), "self: a scalar cannot be halved");
   const size_t d = axis(dim, x.shape.size());
@@ -143,6 +143,17 @@ Kernel tanh_backward(In grad, In output, Out grad_input) {
   return by_precision(g.dtype, [&](auto c) {
     return map<decltype(c), 2>(y, {g, o}, [](auto gradient, auto t) { return gradient * (1 - t * t); });
   });
+}
+
+// No gradient where the activation is flat.
+Kernel hardtanh_backward(In grad, In self, Num min, Num max, Out out) {
+  const auto low = value<float>(scalar(min, "min")), high = value<float>(scalar(max, "max"));
+  const aclTensor &g = tensor(grad, "gradOutput", kFloats), &x = tensor(self, "self", kFloats),
+                  &y = tensor(out, "out", kFloats);
+  require_shape(x, "self", g.shape);
+  require_shape(y, "out", g.shape);
+  require_cast(promote(g.dtype, x.dtype), y);
+  return map<float, 2>(y, {g, x}, [=](float gradient, float v) { return v > low && v < high ? gradient : 0; });
 }
 
 Kernel threshold_backward(In grad, In self, Num limit, Out out) {
@@ -184,6 +195,18 @@ void require_reduction(int64_t reduction) {
   require(reduction >= kNone && reduction <= kSum, "reduction: " + std::to_string(reduction) + " is not 0, 1 or 2");
 }
 
+// In the kernel: the sum or the mean of f(elements of each input) over `shape`.
+template <typename F, size_t... K>
+void write_total(const aclTensor &out, const Shape &shape, const std::vector<aclTensor> &inputs, int64_t reduction, F f,
+                 std::index_sequence<K...>) {
+  double sum = 0;
+  each_block<float>(shape, inputs, [&](const float *const *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) sum += f(x[K][i]...);
+  });
+  const auto result = static_cast<float>(reduction == kSum ? sum : sum / static_cast<double>(count(shape)));
+  storer<float>(out.dtype)(&result, 1, resolve(out), 1);
+}
+
 // The mean or the sum of f(self, target), or each of them.
 template <typename F>
 Kernel loss(In self, In target, int64_t reduction, Out out, F f) {
@@ -194,14 +217,7 @@ Kernel loss(In self, In target, int64_t reduction, Out out, F f) {
   const Shape shape = broadcast(x.shape, t.shape);
   require_shape(y, "out", reduction == kNone ? shape : Shape{});
   if (reduction == kNone) return map<float, 2>(y, {x, t}, f);
-  return [=] {
-    double sum = 0;
-    each_block<float>(shape, {x, t}, [&](const float *const *inputs, int64_t n) {
-      for (int64_t i = 0; i < n; i++) sum += f(inputs[0][i], inputs[1][i]);
-    });
-    const auto result = static_cast<float>(reduction == kSum ? sum : sum / static_cast<double>(count(shape)));
-    storer<float>(y.dtype)(&result, 1, resolve(y), 1);
-  };
+  return [=] { write_total(y, shape, {x, t}, reduction, f, std::make_index_sequence<2>{}); };
 }
 
 // `f` is the derivative of one element's loss with respect to `self`.
@@ -238,25 +254,30 @@ auto smooth_derivative(float beta) {
   };
 }
 
-// (1 - target) * x - weight_of_positives(target) * log_sigmoid(x), times weight.
+float cross_entropy_of(float logit, float label, float of_positives) {
+  const float log_weight = (of_positives - 1) * label + 1;
+  return (1 - label) * logit - log_weight * log_sigmoid_of(logit);
+}
+
+// The weight and that of the positives are 1 where there is none.
 Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, int64_t reduction, Out out) {
-  require(reduction == kNone, "reduction: only 0 (none) is simulated");
   const aclTensor &x = tensor(self, "self", kFloats), &t = tensor(target, "target", kFloats),
                   &y = tensor(out, "out", kFloats);
+  require_reduction(reduction);
   require_shape(t, "target", x.shape);
-  require_shape(y, "out", x.shape);
+  require_shape(y, "out", reduction == kNone ? x.shape : Shape{});
   require(t.dtype == x.dtype && y.dtype == x.dtype, "target and out must have the dtype of self");
   aclTensor w = x, p = x;  // stand-ins, not read, where there is no weight
   if (weight) w = tensor(weight, "weight", kFloats);
   if (pos_weight) p = tensor(pos_weight, "posWeight", kFloats);
   require_fits(w, "weight", x.shape);
   require_fits(p, "posWeight", x.shape);
-  return map<float, 4>(y, {x, t, w, p}, [weighted = weight != nullptr, positive = pos_weight != nullptr](
-                                            float logit, float label, float factor, float of_positives) {
-    const float log_weight = positive ? (of_positives - 1) * label + 1 : 1;
-    const float loss = (1 - label) * logit - log_weight * log_sigmoid_of(logit);
-    return weighted ? loss * factor : loss;
-  });
+  const auto f = [weighted = weight != nullptr, positive = pos_weight != nullptr](float logit, float label, float factor,
+                                                                                  float of_positives) {
+    return cross_entropy_of(logit, label, positive ? of_positives : 1) * (weighted ? factor : 1);
+  };
+  if (reduction == kNone) return map<float, 4>(y, {x, t, w, p}, f);
+  return [=] { write_total(y, x.shape, {x, t, w, p}, reduction, f, std::make_index_sequence<4>{}); };
 }
 
 // ---- Batch normalisation --------------------------------------------------------------------------------------------
@@ -334,7 +355,7 @@ Kernel batch_norm(In input, In weight, In bias, Out running_mean, Out running_va
   require(x.format == y.format, "output: of another storage format than input");
   require_shape(y, "output", x.shape);
   require_cast(x.dtype, y);
-  const auto channels = [&](In argument, const char *name) -> std::optional<aclTensor> {
+  const auto channels = [&](auto argument, const char *name) -> std::optional<aclTensor> {
     if (argument == nullptr) return std::nullopt;
     const aclTensor &vector = tensor(argument, name, kFloats);
     require_shape(vector, name, {x.shape[1]});
@@ -382,9 +403,11 @@ ACLNN(aclnnSoftplus, (In self, Num beta, Num limit, Out out), softplus(self, bet
 ACLNN(aclnnHardshrink, (In self, Num lambd, Out out), hard_shrink(self, lambd, out))
 ACLNN(aclnnSoftshrink, (In self, Num lambd, Out out), soft_shrink(self, lambd, out))
 ACLNN(aclnnLogSigmoidForward, (In self, Out out, Out buffer), log_sigmoid(self, out, buffer))
-ACLNN(aclnnGlu, (In self, int64_t dim, In out), glu(self, dim, out))
+ACLNN(aclnnGlu, (In self, int64_t dim, Out out), glu(self, dim, out))
 
 ACLNN(aclnnTanhBackward, (In grad, In output, Out grad_input), tanh_backward(grad, output, grad_input))
+ACLNN(aclnnHardtanhBackward, (In grad, In self, Num min, Num max, Out out),
+      hardtanh_backward(grad, self, min, max, out))
 ACLNN(aclnnThresholdBackward, (In grad, In self, Num limit, Out out), threshold_backward(grad, self, limit, out))
 ACLNN(aclnnEluBackward,
       (In grad, Num alpha, Num scale, Num input_scale, bool is_result, In self_or_result, Out out),
