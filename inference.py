@@ -40,16 +40,16 @@ import os
 
 # Before all else the bytes that Python has just read, so that the evidence names the program that ran. Piped into
 # python3 it has no file, and `main` refuses.
-SCRIPT = globals().get("__file__", os.devnull)
-with open(os.open(SCRIPT, os.O_RDONLY | os.O_NONBLOCK), "rb") as script:
+SCRIPT = globals().get("__file__", "")
+if not os.path.isfile(SCRIPT):
+    SCRIPT = os.devnull
+with open(SCRIPT, "rb") as script:
     SOURCE = script.read()
 
 import argparse
-import ast
 import collections
 import contextlib
 import ctypes
-import difflib
 import errno
 import faulthandler
 import fcntl
@@ -57,7 +57,6 @@ import hashlib
 import io
 import json
 import math
-import pickle
 import pickletools
 import platform
 import re
@@ -69,14 +68,11 @@ import stat
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -107,7 +103,7 @@ LEARNING_RATE = 0.0012403278189645594
 CLIP_RANGE = 0.4
 
 # Measured with the pinned checkpoint and the zero observation on an Ascend910B4-1 (CANN 8.5.1, torch_npu 2.9.0).
-# Another chip or CANN version may differ in the last bits, never in the action.
+# Another chip or CANN version may differ in the last bits; the action is far from a tie.
 PUBLISHED: dict[str, Any] = {
     "action": [0],
     "value": [[196.2478790283203]],
@@ -133,13 +129,17 @@ SHOWN_NUMBERS = 1000  # no more numbers of one output than these
 
 
 class Failure(Exception):
-    """A run that cannot go on. `hint` says what the user can do about it. This class itself stands for a bug."""
+    """A run that cannot go on. `hint` says what the user can do about it."""
 
     code = 1
 
     def __init__(self, message: str, hint: str = "this is a bug: please report it") -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class InternalError(Failure):
+    code = 1
 
 
 class UsageError(Failure):
@@ -176,7 +176,7 @@ class Interrupted(Failure):
         self.code = 128 + signum
 
 
-FAILURES = {kind.__name__: kind for kind in (Failure, *Failure.__subclasses__())}
+FAILURES: dict[str, type[Failure]] = {kind.__name__: kind for kind in Failure.__subclasses__()}
 
 # What an error of a library, of CANN or of the operating system means in each stage.
 STAGE_FAILURES: dict[str, type[Failure]] = {
@@ -192,9 +192,12 @@ STAGE_FAILURES: dict[str, type[Failure]] = {
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         if "unrecognized" in message:
+            import difflib
+
             for flag in re.findall(r"--[\w-]+", message):
-                for known in difflib.get_close_matches(flag, self._option_string_actions, 1):
-                    message += f" (did you mean {known}?)"
+                known = [option for option in self._option_string_actions if option.startswith(flag)]
+                known = known or difflib.get_close_matches(flag, self._option_string_actions)
+                message += f" (did you mean {known[0]}?)" if known else ""
         raise UsageError(message, "nothing was run; see python3 inference.py --help")
 
 
@@ -222,9 +225,12 @@ def create_parser() -> Parser:
         help="end a run whose device does not answer, the hold not counted (default: 300)")
     add("--tolerance", metavar="T", type=float, default=TOLERANCE,
         help="how far an output may be from the float64 reference: absolute, relative above 1 (default: %(default)s)")
-    add("--benchmark", metavar="N", type=int, default=0,
+    add("--benchmark", metavar="N", type=int, default=None,
         help="after the evidence, time N warm passes, eager and as a graph")
     return parser
+
+
+PATH_FLAGS = ("--checkpoint", "--observations", "--log-dir")
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -241,7 +247,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(f"{flag} takes seconds from 0 to 86400, not {value}")
     if not 0 < args.tolerance < math.inf:
         parser.error(f"--tolerance takes a number above 0, not {args.tolerance}")
-    if not 0 <= args.benchmark <= 1_000_000:
+    if args.benchmark is not None and not 1 <= args.benchmark <= 1_000_000:
         parser.error(f"--benchmark takes a number of passes from 1 to 1000000, not {args.benchmark}")
     if args.observation is not None and args.observations is not None:
         parser.error("--observation and --observations do not go together")
@@ -268,13 +274,15 @@ def shown(path: str | Path, typed: str | None = None) -> str:
     return typed or Path(path).name
 
 
-def shown_argv(argv: list[str], args: argparse.Namespace) -> list[str]:
+def shown_argv(argv: list[str]) -> list[str]:
     """The command line with its paths as evidence may show them, `--flag=path` included."""
-    paths = {path: shown(path, typed=path) for path in (args.checkpoint, args.observations, args.log_dir) if path}
-    result = ["inference.py"]
+    result, flag = ["inference.py"], ""
     for argument in argv:
-        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        result.append(flag + equals + paths.get(value, value))
+        if argument.startswith("--"):
+            flag, equals, value = argument.partition("=")
+            result.append(flag + equals + (shown(value, typed=value) if value and flag in PATH_FLAGS else value))
+        else:
+            result.append(shown(argument, typed=argument) if flag in PATH_FLAGS else argument)
     return result
 
 
@@ -308,22 +316,22 @@ def writing(name: str) -> Iterator[None]:
 class Evidence:
     """The log, the marker, the npu-smi log, the outputs, the result and SHA256SUMS of one run.
 
-    The log is the lock of the directory. Once that is held, what an earlier run left is removed: from there on nothing
-    can pass for this run's outcome but what it writes. All methods raise EvidenceUnwritable.
+    The log is the lock of the directory. Until `begin`, nothing of an earlier run is touched, so that a mistyped
+    observation costs nobody an evidence set. All methods raise EvidenceUnwritable.
     """
 
-    def __init__(self, directory: Path, shown_dir: str) -> None:
-        self.dir, self.shown_dir = directory, shown_dir
+    def __init__(self, log_dir: str | None) -> None:
+        self.dir = Path(log_dir) if log_dir else PROJECT / "logs"
+        self.shown_dir = shown(self.dir, typed=log_dir)
         self.digests: dict[str, str] = {}  # of what was written, by file
         self.log_digest = hashlib.sha256()
         self.log_bytes = 0
-        with writing(shown_dir):
-            directory.mkdir(parents=True, exist_ok=True)
+        self.begun = False
+        self.pending: list[str] = []  # lines of the log, until it is begun
+        with writing(self.shown_dir):
+            self.made_dir = not self.dir.exists()
+            self.dir.mkdir(parents=True, exist_ok=True)
             self.log_fd = self.lock()
-            for name in (RESULT, MARKER, NPU_SMI, OUTPUTS, f".{OUTPUTS}.tmp", f".{RESULT}.tmp"):
-                (directory / name).unlink(missing_ok=True)
-            self.update_sums({})
-            os.ftruncate(self.log_fd, 0)
 
     def lock(self) -> int:
         """Open the log as it is and lock it, unless another run holds it."""
@@ -341,7 +349,22 @@ class Evidence:
                 return log_fd
             os.close(log_fd)  # another run replaced it between our open and our lock
 
+    def begin(self) -> None:
+        """Remove what an earlier run left. From here on nothing can pass for this run's outcome but what it writes."""
+        if not self.begun:
+            with writing(self.shown_dir):
+                for name in (RESULT, MARKER, NPU_SMI, OUTPUTS, f".{OUTPUTS}.tmp", f".{RESULT}.tmp"):
+                    (self.dir / name).unlink(missing_ok=True)
+                self.update_sums({})
+                os.ftruncate(self.log_fd, 0)
+            self.begun = True
+            for line in self.pending:
+                self.log(line)
+
     def log(self, line: str) -> None:
+        if not self.begun:
+            self.pending.append(line)
+            return
         data = (line + "\n").encode()
         with writing(LOG):
             written = os.write(self.log_fd, data)
@@ -381,6 +404,7 @@ class Evidence:
         try:
             self.log(last_line)
             with writing(RESULT):
+                (self.dir / f".{OUTPUTS}.tmp").unlink(missing_ok=True)  # of a run that failed
                 os.fsync(self.log_fd)
                 result["files"] = {LOG: self.log_digest.hexdigest(), **self.digests}
                 data = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
@@ -390,6 +414,14 @@ class Evidence:
             os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
             self.log_bytes, self.log_digest = end_of_log, digest_of_log
             raise
+
+    def close(self) -> None:
+        """Give the directory back. One in which nothing was begun is left as it was found."""
+        if not self.begun and os.fstat(self.log_fd).st_size == 0:
+            (self.dir / LOG).unlink(missing_ok=True)
+            if self.made_dir and not os.listdir(self.dir):
+                self.dir.rmdir()
+        os.close(self.log_fd)
 
 
 def new_file(path: Path) -> IO[bytes]:
@@ -412,10 +444,10 @@ def replace_file(path: Path, data: bytes, before_rename: Callable[[], None] | No
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # the name is there; some file systems cannot make it durable
+    with contextlib.suppress(OSError):  # the file has its name by now; some file systems cannot make that durable
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         os.fsync(directory)
-    os.close(directory)
+        os.close(directory)
 
 
 def one_line(text: str) -> str:
@@ -435,10 +467,10 @@ DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 # What torch_npu says in every run, with a word for the reader who wonders.
-EXPECTED_WARNINGS = {
-    b"ASCEND_HOME_PATH environment variable is not set.": b" (expected on the simulator)",
-    b"require processing for 32 padding size, with memory allocation.": b" (expected: a note of torch_npu's allocator)",
-}
+EXPECTED_WARNINGS = (
+    (rb"(ASCEND_HOME_PATH environment variable is not set[^\n]*)", rb"\1 (expected on the simulator)"),
+    (rb"(require processing for 32 padding size[^\n]*)", rb"\1 (expected: a note of torch_npu's allocator)"),
+)
 
 
 class Stream:
@@ -465,20 +497,17 @@ class Stream:
 class Supervisor:
     """Follows the worker from its first message to its end, and turns what it sends into evidence."""
 
-    def __init__(self, args: argparse.Namespace, argv: list[str], caught: list[int]) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, argv: list[str], evidence: Evidence, caught: list[int]) -> None:
+        self.args, self.evidence = args, evidence
         self.caught = caught  # the signals that came
-        self.dir = Path(args.log_dir) if args.log_dir else PROJECT / "logs"
-        self.shown_dir = shown(self.dir, typed=args.log_dir)
-        self.evidence: Evidence | None = None  # until it is needed: see evidence_now
-        self.early_lines: list[str] = []
         self.out, self.err = Stream(1), Stream(2)
-        self.stage = "start"
+        self.stage = "verify"
         self.started = self.stage_started = time.monotonic()
         self.started_at = datetime.now(timezone.utc)
         self.left_s = math.inf  # until the device counts as hung
         self.messages: collections.deque[dict[str, Any]] = collections.deque()
         self.half_message = b""
+        self.line_end = b"\n"  # of what the worker has printed last
         self.crash_hint = DEVICE_HINT
         self.pid_absent_before: bool | None = None
         self.npu_smi_log = b""
@@ -492,8 +521,8 @@ class Supervisor:
         self.result: dict[str, Any] = dict.fromkeys(RESULT_KEYS.split())
         self.result.update(
             schema=SCHEMA, engine="torch_npu", script_version=VERSION, script_sha256=hashlib.sha256(SOURCE).hexdigest(),
-            argv=shown_argv(argv, args), cwd=shown(os.curdir, typed="outside the project"), log_dir=self.shown_dir,
-            started_at=self.time_at(self.started), stages={}, notes=[])
+            argv=shown_argv(argv), cwd=shown(os.curdir, typed="outside the project"),
+            log_dir=evidence.shown_dir, started_at=self.time_at(self.started), stages={}, notes=[])
 
     def time_at(self, moment: float) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
@@ -513,13 +542,15 @@ class Supervisor:
                 raise Interrupted(self.caught[0])
             self.say(f"[final]   worker_exit={self.result['worker_exit']}")
             self.finish(exit_code=0)
-            self.out.write(f"check it: python3 tests/check_evidence.py {self.shown_dir}\n".encode())
+            self.out.write(f"check it: python3 tests/check_evidence.py {self.evidence.shown_dir}\n".encode())
             code = 0
         except Failure as failure:
             code = self.conclude(failure)
         except Exception as error:  # noqa: BLE001 (the one place where a bug of the supervisor gets its exit code)
+            import traceback
+
             self.err.write(traceback.format_exc().encode())
-            code = self.conclude(Failure(f"{type(error).__name__}: {error}"))
+            code = self.conclude(InternalError(f"{type(error).__name__}: {error}"))
         for stream in (self.out, self.err):
             stream.flush(patience_s=0.0 if self.caught else 2.0)
         return code
@@ -527,7 +558,7 @@ class Supervisor:
     def next_message(self) -> dict[str, Any]:
         while not self.messages:
             if self.result["worker_exit"]:
-                raise STAGE_FAILURES.get(self.stage, Failure)(
+                raise STAGE_FAILURES.get(self.stage, InternalError)(
                     f"the process on the NPU ended without a word: {self.result['worker_exit']}", self.crash_hint)
             self.pump()
         return self.messages.popleft()
@@ -561,9 +592,10 @@ class Supervisor:
                     *lines, self.half_message = (self.half_message + data).split(b"\n")
                     self.messages.extend(json.loads(line) for line in lines)
                 else:
-                    for text, note in EXPECTED_WARNINGS.items():
-                        data = data.replace(text, text + note)
+                    for pattern, marked in EXPECTED_WARNINGS:
+                        data = re.sub(pattern, marked, data)
                     self.err.write(data)
+                    self.line_end = data[-1:]
             if not ready:
                 break
         self.out.flush()
@@ -573,7 +605,7 @@ class Supervisor:
         """What each message of the worker means."""
         kind = message["kind"]
         if kind == "stage":
-            self.enter(message["stage"], message["at_least_s"])
+            self.enter(message["stage"], message["at_least_s"], message["at"])
         elif kind == "facts":
             self.result.update(message["facts"])
         elif kind == "line":
@@ -582,7 +614,10 @@ class Supervisor:
             self.left_s = self.args.timeout_seconds
             self.show(f"[forward] {message['rows']} of {self.result['rows']} rows")
         elif kind == "inputs are good":
-            self.evidence_now()
+            # while the worker imports torch: compiling takes its time
+            if compile(SOURCE, SCRIPT, "exec", dont_inherit=True) != CODE:
+                raise UsageError("inference.py was replaced as it started", "start it again")
+            self.evidence.begin()
         elif kind == "crash hint":
             self.crash_hint = message["hint"]
         elif kind == "before the device":
@@ -590,41 +625,26 @@ class Supervisor:
         elif kind == "ready":
             self.hold()
         elif kind == "outputs":
-            self.evidence_now().publish_outputs(message["sha256"])
+            self.evidence.publish_outputs(message["sha256"])
         elif kind == "failed":
             raise FAILURES[message["type"]](message["message"], message["hint"])
         else:
-            raise Failure(f"the worker sent {kind!r}")
+            raise InternalError(f"the worker sent {kind!r}")
 
-    def enter(self, stage: str, at_least_s: float | None = 0.0) -> None:
-        """Begin a stage, or its next step, and give the device the full time again; None for no deadline."""
-        if stage != self.stage and self.stage != "start":  # the time before the first stage belongs to it
-            self.end_stage()
+    def enter(self, stage: str, at_least_s: float | None, at: float) -> None:
+        """A stage begins, or its next step: the device has the full time again; None for no deadline."""
+        if stage != self.stage:
+            self.end_stage(at)
         self.stage = stage
         self.left_s = math.inf if at_least_s is None else max(self.args.timeout_seconds, at_least_s)
 
-    def end_stage(self) -> float:
-        now = time.monotonic()
-        self.result["stages"][self.stage] = round(now - self.stage_started, 6)
-        self.stage_started = now
-        return now
-
-    def evidence_now(self) -> Evidence:
-        """The evidence, which is opened when it is needed first.
-
-        Not before the inputs are known to be good: a mistyped observation costs nobody an earlier evidence set."""
-        if self.evidence is None:
-            self.evidence = Evidence(self.dir, self.shown_dir)
-            for line in self.early_lines:
-                self.evidence.log(line)
-        return self.evidence
+    def end_stage(self, at: float) -> None:
+        self.result["stages"][self.stage] = round(at - self.stage_started, 6)
+        self.stage_started = at
 
     def say(self, line: str, short: str = "") -> None:
         """One line for the log, and for stdout, where it may be shorter."""
-        if self.evidence is None:
-            self.early_lines.append(one_line(line))
-        else:
-            self.evidence.log(one_line(line))
+        self.evidence.log(one_line(line))
         self.out.write((one_line(short or line) + "\n").encode())
 
     def show(self, text: str) -> None:
@@ -642,7 +662,7 @@ class Supervisor:
         word = {"npu_smi": npu_smi, "driver": driver, "text": answer.text[:8000]}
         if not self.args.observations:
             return self.let_go(word)
-        with self.evidence_now().create_outputs() as file:
+        with self.evidence.create_outputs() as file:
             return self.let_go(word, file.fileno())
 
     def let_go(self, word: dict[str, Any], *fds: int) -> None:
@@ -654,14 +674,14 @@ class Supervisor:
         hold_s, ready_at = self.args.hold_seconds, time.monotonic()
         self.left_s = math.inf
         self.result.update(ready_at=self.time_at(ready_at), hold_seconds=hold_s)
-        self.evidence_now().write(MARKER, (
+        self.evidence.write(MARKER, (
             f"NPU_READY_PID={self.pid}\nDEVICE={DEVICE}\nHOLD_SECONDS={hold_s}\nREADY_AT={self.result['ready_at']}\n"
             f"SIMULATED={int(self.result['simulated'])}\n").encode())
-        self.say(f"[ready]   NPU_READY_PID={self.pid} DEVICE={DEVICE} MARKER={self.shown_dir}/{MARKER}")
+        self.say(f"[ready]   NPU_READY_PID={self.pid} DEVICE={DEVICE} MARKER={self.evidence.shown_dir}/{MARKER}")
         self.say(f"[ready]   holding {hold_s}s for external npu-smi correlation ...")
         found = self.result["npu_smi"] = correlate(str(self.pid), self.pid_absent_before, self.npu_smi)
         self.say("[ready]   npu_smi captured={captured} pid_found={pid_found} ".format_map(found)
-                 + f"log={self.shown_dir}/{NPU_SMI}")
+                 + f"log={self.evidence.shown_dir}/{NPU_SMI}")
         self.say("[ready]   npu_smi " + ("pid_line={pid_line}" if found["pid_found"] else "reason={reason}")
                  .format_map(found))
         self.say("[ready]   npu_smi pid_absent_before={pid_absent_before} matched_by={matched_by} npu_id={npu_id} "
@@ -675,18 +695,20 @@ class Supervisor:
 
     def npu_smi(self, *arguments: str) -> Answer:
         """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
+        import tempfile
+
         program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
         at, output, problem = self.time_at(time.monotonic()), b"", "it is not on PATH"
         left_s, self.left_s = self.left_s, math.inf  # a slow npu-smi is not a hung device
         if program is not None:
-            with writing(NPU_SMI), tempfile.TemporaryFile(dir=self.dir) as file:
+            with writing(NPU_SMI), tempfile.TemporaryFile(dir=self.evidence.dir) as file:
                 problem = self.run_bounded([program, *arguments], file)
                 file.seek(0)
                 output = file.read(NPU_SMI_BYTES)
         self.left_s = left_s
         heading = f"# npu-smi {' '.join(arguments)} at={at} bytes={len(output)} outcome={problem or 'exit code 0'}\n"
         self.npu_smi_log += heading.encode() + output + b"\n"
-        self.evidence_now().write(NPU_SMI, self.npu_smi_log)
+        self.evidence.write(NPU_SMI, self.npu_smi_log)
         return Answer(output.decode("utf-8", "replace"), problem)
 
     def run_bounded(self, command: list[str], file: IO[bytes]) -> str:
@@ -698,7 +720,7 @@ class Supervisor:
         except OSError as error:
             return f"it cannot be started: {error.strerror}"
         try:
-            while child.poll() is None:
+            while child.poll() is None and not self.result["worker_exit"]:
                 if os.fstat(file.fileno()).st_size > NPU_SMI_BYTES:
                     return f"more than {NPU_SMI_BYTES} bytes"
                 if time.monotonic() > until:
@@ -711,9 +733,10 @@ class Supervisor:
 
     def end_worker(self, patience_s: float, signum: int = signal.SIGABRT) -> None:
         """Let the worker end as a Python process ends, and then end what is left of it. Notes how it ended."""
-        caught = len(self.caught)
         for number, wait_s in ((0, patience_s), (signum, 1.0), (signal.SIGKILL, 1.0)):
-            until = time.monotonic() + wait_s
+            until, caught = time.monotonic() + wait_s, len(self.caught)
+            if number == signal.SIGABRT and self.caught:
+                number = signal.SIGTERM  # it is the user who wants an end: nothing hangs that is to be shown
             if not self.result["worker_exit"]:
                 os.kill(self.pid, number)  # on SIGABRT, faulthandler shows the line that hung; 0 does nothing
             while not self.result["worker_exit"] and time.monotonic() < until and len(self.caught) == caught:
@@ -725,10 +748,11 @@ class Supervisor:
 
     def finish(self, exit_code: int) -> None:
         """Close the evidence with this exit code. Raises EvidenceUnwritable."""
-        now = self.end_stage()
+        now = time.monotonic()
+        self.end_stage(now)
         self.result.update(exit_code=exit_code, finished_at=self.time_at(now), total_s=round(now - self.started, 6))
-        line = one_line(f"[final]   exit_code={exit_code} result_json={self.shown_dir}/{RESULT}")
-        self.evidence_now().commit(self.result, line)
+        line = one_line(f"[final]   exit_code={exit_code} result_json={self.evidence.shown_dir}/{RESULT}")
+        self.evidence.commit(self.result, line)
         self.out.write(line.encode() + b"\n")
 
     def conclude(self, failure: Failure) -> int:
@@ -737,22 +761,23 @@ class Supervisor:
             self.end_worker(0.0, signal.SIGTERM)
         else:
             self.end_worker(0.0 if isinstance(failure, DeviceTimeout) else min(10.0, max(1.0, self.left_s)))
-        # Evidence is made to be published: no directory of this machine from a library's error text.
-        message = re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", str(failure))
-        message = one_line(message)[:500] or type(failure).__name__
-        error = {"stage": self.stage, "type": type(failure).__name__, "message": message, "hint": failure.hint}
+        message, hint = one_line(str(failure))[:500] or type(failure).__name__, one_line(failure.hint)
+        if isinstance(failure, NpuUnavailable) and not self.result["simulated"]:
+            hint += "; without an NPU, try the program on the simulated one: tests/simulate.sh"
+        error = {"stage": self.stage, "type": type(failure).__name__, "message": message, "hint": hint}
         self.result["error"] = error
-        lost = ""
+        stage, lost = self.stage, ""
         if isinstance(failure, UsageError):  # which writes nothing and removes nothing
-            lost = " (nothing was run)"
+            stage, lost = "usage", "; nothing was run"
         else:
             try:
-                self.evidence_now()
+                self.evidence.begin()
                 self.say("[error]   stage={stage} type={type} message={message} hint={hint}".format_map(error))
                 self.finish(failure.code)
             except EvidenceUnwritable as unwritable:
                 lost = "" if str(unwritable) == str(failure) else f" (no result: {unwritable})"
-        self.err.write(f"inference.py: {self.stage}: {message}{lost}; {one_line(failure.hint)}\n".encode())
+        start = "" if self.line_end == b"\n" else "\n"
+        self.err.write(f"{start}inference.py: {stage}: {message}{lost}; {hint}\n".encode())
         return failure.code
 
 
@@ -900,7 +925,7 @@ class Worker:
     def enter(self, stage: str, at_least_s: float | None = 0.0) -> None:
         """Name the stage, or its next step, and ask for the full time again; None for no deadline."""
         self.stage = stage
-        self.send("stage", stage=stage, at_least_s=at_least_s)
+        self.send("stage", stage=stage, at_least_s=at_least_s, at=time.monotonic())
 
     def facts(self, **facts: Any) -> None:
         self.result.update(facts)
@@ -942,6 +967,8 @@ def work(args: argparse.Namespace, worker: Worker) -> int:
         worker.enter("verify", at_least_s=None)  # no device yet, and a fetch may be slow
         checkpoint = verify(args, worker)
         observations = read_observations(args, checkpoint.observation.shape, worker)
+        for note in worker.result.get("notes", []):
+            worker.log("[note]    {note}", note=note)
         worker.send("inputs are good")
         worker.enter("npu", at_least_s=120)
         torch = take_npu(worker)
@@ -955,18 +982,22 @@ def work(args: argparse.Namespace, worker: Worker) -> int:
         forward(args, checkpoint, observations, passes, worker)
         if args.benchmark:
             worker.enter("benchmark")
-            benchmark(args.benchmark, observations, passes, worker)
+            benchmark(args, checkpoint, observations, passes, worker)
         worker.enter("final")
         torch.npu.synchronize()  # an error that is still on its way ends the run here
         # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
         if retries := torch.npu.memory_stats()["num_alloc_retries"]:
             raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
                                 "the device is full or at fault: npu-smi info shows its memory")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the device is given back from here on
         worker.send("done")
         return 0
     except Exception as error:  # noqa: BLE001 (the one place where an error of the worker becomes a failure)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         failure = failure_of(error, worker.stage)
-        if type(failure) is Failure:
+        if type(failure) is InternalError:
+            import traceback
+
             traceback.print_exc()
         worker.send("failed", type=type(failure).__name__, message=str(failure), hint=failure.hint)
         return failure.code
@@ -977,19 +1008,24 @@ def failure_of(error: Exception, stage: str) -> Failure:
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, Failure):
         return error
+    if isinstance(error, ImportError):  # of numpy, or of what SB3 needs
+        return (LoadFailed if stage == "load" else NpuUnavailable)(
+            text, "python3 -m pip install -r requirements.txt")
     if isinstance(error, MemoryError):
         return STAGE_FAILURES[stage](text, "this machine, or its limit (ulimit -v), has too little memory")
     if isinstance(error, (RuntimeError, OSError)):  # torch, torch_npu and CANN; the operating system
-        return STAGE_FAILURES[stage](text, npu_hint(str(error)))
-    return Failure(text)
+        hint = "look at the file and the disk" if stage == "verify" else npu_hint(str(error))
+        return STAGE_FAILURES[stage](text, hint)
+    return InternalError(text)
 
 
 def first_line(error: BaseException) -> str:
-    """The line of an error's text that tells most."""
+    """The line of an error's text that tells most, without the directories of this machine: evidence is published."""
     text = str(error.__cause__ if error.__cause__ and "backend extension" in str(error) else error).strip()
     # What the device said stands deep inside the texts that torch wraps around it.
     match = re.search(r"NPU function error:? .*?error code is \d+", text)
-    return (match[0] if match else (text.splitlines() or [type(error).__name__])[0])[:300]
+    line = (match[0] if match else (text.splitlines() or [type(error).__name__])[0])[:300]
+    return re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", line)
 
 
 # --- Stage verify: the checkpoint's bytes, without torch
@@ -1030,7 +1066,6 @@ def verify(args: argparse.Namespace, worker: Worker) -> Checkpoint:
     if checkpoint.vec_normalize:
         worker.facts(notes=["trained with VecNormalize: observations must be normalised with its statistics first, "
                             "which a checkpoint does not hold"])
-        worker.log("[note]    {notes[0]}")
     return checkpoint
 
 
@@ -1068,7 +1103,8 @@ def fetch_checkpoint(path: Path) -> Path:
         raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
                                  f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
     if hashlib.sha256(data).hexdigest() != CHECKPOINT_SHA256:
-        cached.resolve().unlink()  # so that the next run asks the hub again
+        with contextlib.suppress(OSError):
+            cached.resolve().unlink()  # so that the next run asks the hub again
         raise CheckpointRejected(f"what was fetched as {CHECKPOINT_NAME} is another file", FETCH_HINT)
     if not os.access(PROJECT, os.W_OK):
         return cached
@@ -1102,31 +1138,45 @@ def describe_action_space(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"type": "Box", "shape": list(box.shape), "low": low, "high": high,
             "squashed": bool(checkpoint.policy_kwargs.get("squash_output"))}
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The reader: what a checkpoint says, without running anything that it asks for
+# --- The reader: what a checkpoint says, without running anything that it asks for
 #
 # A checkpoint of SB3 is a zip with `data`, the settings as JSON, and `policy.pth`, the weights as torch.save writes
 # them: again a zip, with a pickle that describes the tensors and a record of bytes for each. No other member is opened.
 # An odd file loads if it can be read. What cannot be rebuilt is refused by its name.
-# ---------------------------------------------------------------------------------------------------------------------
 
 MAX_DATA_BYTES = 32 << 20  # 10 MB were seen: 4,096 environments with VecNormalize
 MAX_DATA_MARKS = 200_000  # brackets, commas and escapes in it; some hundreds are usual
-MAX_DIRECTORY_BYTES = 512 << 10  # of a zip: about 7,000 members
+MAX_MEMBERS = 5_000
 MAX_PICKLE_BYTES = 256 << 10
 MAX_OPCODES = 20_000  # some hundreds are usual
 MAX_SPACE = 1 << 20  # numbers in an observation or an action, and characters of a text that is taken apart
-PIECE_BYTES = 256 << 10
 
 FETCH_AGAIN = "fetch or copy the file again"
 NOT_PPO_SAVE = "name the .zip that PPO.save of Stable-Baselines3 wrote"
 PPO_ONLY = "only PPO with MlpPolicy and a Box of observations can be run"
 SHARED_LAYERS = "the policy has layers that both towers share (SB3 before 1.8), which SB3 2 cannot build"
+OTHER_FILES = (  # how a file begins that people pass by mistake, what it is, and what to do
+    (b"version https://git-lfs", "is a Git LFS pointer, not the checkpoint itself", "git lfs pull"),
+    (b"<!doctype html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
+    (b"<html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
+    (b"\x80\x02\x8a\nl\xfc\x9cf", "was written by torch before 1.6", "load and save it again with a newer torch"),
+    (b"pk\3\4", "is a zip archive that is cut short or damaged", FETCH_AGAIN),
+    (b"", "is not a zip archive", NOT_PPO_SAVE))
+OTHER_MEMBERS = (  # how a member's name ends in other archives, what such an archive is, and what to do
+    ("parameter_list", "the checkpoint is of Stable-Baselines 2, not of SB3", "train it again with SB3"),
+    ("/policy.pth", "the members of the checkpoint are in a folder of the archive", "zip them without the folder"),
+    ("/data.pkl", "the file is a .pth of torch.save, or a checkpoint that is cut short", NOT_PPO_SAVE),
+    (".zip", "the archive holds another archive", "unzip it once"),
+    ("", "the archive has no member data, so it is not a checkpoint of SB3", NOT_PPO_SAVE))
+OTHER_ALGORITHMS = {"td3": "TD3 or DDPG", "maskable": "MaskablePPO", "recurrent": "RecurrentPPO"}  # by policy module
+OTHER_POLICIES = {"ActorCriticCnnPolicy": "CnnPolicy", "MultiInputActorCriticPolicy": "MultiInputPolicy"}
+PLAIN_ARGUMENTS = ("full_std", "use_expln", "squash_output", "share_features_extractor", "normalize_images")
+UNUSED_ARGUMENTS = (  # of training, overwritten by the weights, or SB3's only choice for a Box
+    ":type:", ":serialized:", "device", "optimizer_class", "optimizer_kwargs", "ortho_init", "log_std_init")
+FLATTEN = "<class 'stable_baselines3.common.torch_layers.FlattenExtractor'>"
 
 
-@dataclass
-class Box:
+class Box(NamedTuple):
     """A Box of gymnasium; `low` and `high` are flattened, a number for each element."""
 
     shape: tuple[int, ...]
@@ -1135,8 +1185,7 @@ class Box:
     high: list[float]
 
 
-@dataclass
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What a verified checkpoint says: numbers and text, nothing unpickled."""
 
     tensors: dict[str, Array]  # float32 and finite, by their names in policy.pth
@@ -1151,12 +1200,20 @@ class Checkpoint:
 
 
 def read_checkpoint(raw: bytes) -> Checkpoint:
+    """Raises CheckpointRejected. Time and memory stay bounded, whatever the file holds."""
     archive = open_zip(raw, "the file")
-    refuse_other_archives(archive)
-    checkpoint = read_settings(read_data(read_member(archive, "data", MAX_DATA_BYTES)))
-    policy = bytes(read_member(archive, "policy.pth", MAX_CHECKPOINT_BYTES))
-    checkpoint.tensors = read_weights(policy, tensor_shapes(checkpoint))
-    return checkpoint
+    names = archive.namelist()
+    if "data" not in names or "parameter_list" in names:
+        for ending, message, hint in OTHER_MEMBERS:
+            require(not any(name.endswith(ending) for name in ["", *names]), message, hint)
+    data = read_member(archive, "data", MAX_DATA_BYTES)
+    marks = sum(data.count(mark) for mark in (b"[", b"{", b",", b"\\"))
+    require(marks <= MAX_DATA_MARKS, f"data has {marks} brackets, commas and escapes, more than {MAX_DATA_MARKS}")
+    settings = parsed(data)
+    require(isinstance(settings, dict), "data is not a JSON object that can be read", FETCH_AGAIN)
+    checkpoint = read_settings(settings)
+    saved, records = read_policy(read_member(archive, "policy.pth", MAX_CHECKPOINT_BYTES), tensor_shapes(checkpoint))
+    return checkpoint._replace(tensors=tensors_of(saved, records))
 
 
 def require(holds: bool, message: str, hint: str = NOT_PPO_SAVE) -> None:
@@ -1171,159 +1228,89 @@ def quoted(value: Any) -> str:
     return ascii(re.sub(r" at 0x[0-9a-fA-F]+", "", str(value)[:200])[:100])
 
 
-# Archives
-
-ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError, ValueError,
-              OverflowError, OSError)
-OTHER_FILES = (  # how a file begins that people pass by mistake, what it is, and what to do
-    (b"version https://git-lfs", "is a Git LFS pointer, not the checkpoint itself", "git lfs pull"),
-    (b"<!doctype html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
-    (b"<html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
-    (b"\x80\x02\x8a\nl\xfc\x9cf", "was written by torch before 1.6", "load and save it again with a newer torch"),
-    (b"pk\3\4", "is a zip archive that is cut short or damaged", FETCH_AGAIN),
-    (b"", "is not a zip archive", NOT_PPO_SAVE),
-)
-OTHER_MEMBERS = (  # how a member's name ends that no checkpoint of SB3 has, what the archive is, and what to do
-    ("parameter_list", "the checkpoint is of Stable-Baselines 2, not of SB3", "train it again with SB3"),
-    ("/policy.pth", "the members of the checkpoint are in a folder of the archive", "zip them without the folder"),
-    ("/data.pkl", "the file is a .pth of torch.save, or a checkpoint that is cut short", NOT_PPO_SAVE),
-    (".zip", "the archive holds another archive", "unzip it once"),
-)
-
-
-class BoundedFile(io.BytesIO):
-    """A file that refuses a large read: zipfile reads the directory of an archive in one piece."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        content = super().read(size if size is not None and 0 <= size <= PIECE_BYTES else MAX_DIRECTORY_BYTES + 1)
-        require(len(content) <= MAX_DIRECTORY_BYTES, "a zip archive has an enormous directory")
-        return content
-
-
 def open_zip(raw: bytes, what: str) -> zipfile.ZipFile:
     require(len(raw) > 0, f"{what} is empty", FETCH_AGAIN)
+    require(raw.count(b"PK\1\2") <= MAX_MEMBERS, "a zip archive has an enormous directory")
     try:
-        return zipfile.ZipFile(BoundedFile(raw))
+        return zipfile.ZipFile(io.BytesIO(raw))
     except ZIP_ERRORS as error:
         start = raw[:200].lstrip().lower()
         message, hint = next(other[1:] for other in OTHER_FILES if start.startswith(other[0]))
         raise CheckpointRejected(f"{what} {message}", hint) from error
 
 
-def refuse_other_archives(archive: zipfile.ZipFile) -> None:
-    names = archive.namelist()
-    if "data" in names and "policy.pth" in names:
-        return
-    for ending, message, hint in OTHER_MEMBERS:
-        require(not any(name.endswith(ending) for name in names), message, hint)
-    raise CheckpointRejected("the archive does not have both data and policy.pth", NOT_PPO_SAVE)
+# What zipfile raises for archives that are damaged, encrypted or lie about themselves.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, OverflowError, OSError)
 
 
-def read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytearray:
-    """A member in full; of two with one name the last, as SB3 reads it."""
-    shown = f"the member {quoted(name)}"
+def read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """A member in full; of two with one name the last, as SB3 reads it. It expands to no more than its stated size."""
     try:
         info = archive.getinfo(name)
         require(info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED),
-                f"{shown} is neither stored nor deflated", "zip the members again")
-        require(info.file_size <= limit, f"{shown} expands to {info.file_size} bytes, more than {limit}")
-        content = bytearray(info.file_size)
-        end = 0
+                f"the member {quoted(name)} is neither stored nor deflated", "zip the members again")
+        require(info.file_size <= limit,
+                f"the member {quoted(name)} expands to {info.file_size} bytes, more than {limit}")
         with archive.open(info) as file:
-            while piece := file.read(PIECE_BYTES):  # zipfile ends at the stated size, and compares the CRC there
-                content[end:end + len(piece)] = piece
-                end += len(piece)
+            content = file.read(info.file_size)
+            file.read(1)  # the end, where zipfile compares the CRC
     except KeyError as error:
-        raise CheckpointRejected(f"{shown} is missing", FETCH_AGAIN) from error
+        raise CheckpointRejected(f"the member {quoted(name)} is missing", FETCH_AGAIN) from error
     except ZIP_ERRORS as error:
-        raise CheckpointRejected(f"{shown} is damaged or encrypted", FETCH_AGAIN) from error
-    require(end == info.file_size, f"{shown} is shorter than its size says", FETCH_AGAIN)
+        raise CheckpointRejected(f"the member {quoted(name)} is damaged or encrypted", FETCH_AGAIN) from error
+    require(len(content) == info.file_size, f"the member {quoted(name)} is shorter than its size says", FETCH_AGAIN)
     return content
 
 
-# Settings: plain JSON values, and the text that SB3 writes beside what it serialises
-
-OTHER_ALGORITHMS = {  # by the module of the policy class
-    "stable_baselines3.sac.policies": "SAC",
-    "stable_baselines3.td3.policies": "TD3 or DDPG",
-    "stable_baselines3.dqn.policies": "DQN",
-    "sb3_contrib.common.maskable.policies": "MaskablePPO",
-    "sb3_contrib.common.recurrent.policies": "RecurrentPPO",
-    "sb3_contrib.qrdqn.policies": "QR-DQN",
-    "sb3_contrib.tqc.policies": "TQC",
-    "sb3_contrib.ars.policies": "ARS",
-    "sb3_contrib.crossq.policies": "CrossQ",
-}
-OTHER_POLICIES = {"ActorCriticCnnPolicy": "CnnPolicy", "MultiInputActorCriticPolicy": "MultiInputPolicy"}
-PLAIN_ARGUMENTS = ("full_std", "use_expln", "squash_output", "share_features_extractor", "normalize_images")
-UNUSED_ARGUMENTS = (":type:", ":serialized:", "device", "optimizer_class", "optimizer_kwargs", "ortho_init",
-                    "log_std_init")  # of training, or overwritten by the weights
-DEFAULTS = {"features_extractor_kwargs": {},
-            "features_extractor_class": "<class 'stable_baselines3.common.torch_layers.FlattenExtractor'>"}
-
-
-def read_data(text: bytearray) -> dict[str, Any]:
-    marks = sum(text.count(mark) for mark in b"[{,\\")
-    require(marks <= MAX_DATA_MARKS, f"data has {marks} brackets, commas and escapes, more than {MAX_DATA_MARKS}")
+def parsed(text: bytes | str) -> Any:
+    """The value of a JSON text, None of any other."""
     try:
-        data = json.loads(text.decode(), parse_int=bounded_integer)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointRejected("data is not JSON that can be read", FETCH_AGAIN) from error
-    require(isinstance(data, dict), "data is not a JSON object")
-    return data  # type: ignore[no-any-return]
-
-
-def bounded_integer(digits: str) -> int:
-    if len(digits) > 30:  # the time that many take grows with their square
-        raise ValueError(f"an integer of {len(digits)} digits")
-    return int(digits)
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def read_settings(data: dict[str, Any]) -> Checkpoint:
+    """Spaces, architecture and policy arguments, from plain values and the text that SB3 writes beside others."""
     for name in ("policy_class", "observation_space", "action_space", "policy_kwargs"):
         require(isinstance(data.get(name), dict), f"data lacks {name}")
-    refuse_other_algorithms(data)
-    observation = read_box(data["observation_space"], "observation_space")
-    action = read_action_space(data["action_space"])
-    towers = {"pi": [64, 64], "vf": [64, 64]}
-    normalized = data.get("_last_original_obs") is not None
-    checkpoint = Checkpoint({}, observation, action, towers, "Tanh", {}, {}, data.get("use_sde", False), normalized)
-    read_policy_kwargs(data["policy_kwargs"], checkpoint)
-    require(type(checkpoint.use_sde) is bool and (not checkpoint.use_sde or action["type"] == "Box"),
+    module, method = text_of(data["policy_class"], "__module__"), text_of(data["policy_class"], "__init__")[:200]
+    other = re.match(r"(?:stable_baselines3|sb3_contrib\.common|sb3_contrib)\.(?!common)(\w+)\.policies", module)
+    algorithm = OTHER_ALGORITHMS.get(other[1], other[1].upper()) if other else ""
+    require(not algorithm, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
+    found = re.search(r"<function ([\w.<>]+)\.\w+ at ", method)
+    policy = found[1] if found else "a class"
+    require(module == "stable_baselines3.common.policies" and policy == "ActorCriticPolicy",
+            f"the policy is {OTHER_POLICIES.get(policy, quoted(policy))} of {quoted(module)}, not MlpPolicy", PPO_ONLY)
+    algorithm = "TRPO" if "cg_max_steps" in data else "A2C"  # with the same policy
+    require("clip_range" in data or "n_epochs" in data, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
+
+    net_arch, activation, activation_kwargs, policy_kwargs = read_policy_kwargs(data["policy_kwargs"])
+    checkpoint = Checkpoint(
+        {}, read_box(data["observation_space"], "observation_space"), read_action_space(data["action_space"]), net_arch,
+        activation, activation_kwargs, policy_kwargs, use_sde=data.get("use_sde", False),
+        vec_normalize=data.get("_last_original_obs") is not None)
+    require(type(checkpoint.use_sde) is bool and (not checkpoint.use_sde or "box" in checkpoint.action),
             "use_sde is not true or false, or true without a Box of actions", "SB3 cannot load this either")
     require(checkpoint.use_sde or not checkpoint.policy_kwargs.get("squash_output"),
             "squash_output is true, but use_sde is not", "SB3 cannot load this either")
     return checkpoint
 
 
-def refuse_other_algorithms(data: dict[str, Any]) -> None:
-    policy = data["policy_class"]
-    module = text_of(policy, "__module__")
-    algorithm = OTHER_ALGORITHMS.get(module)
-    require(algorithm is None, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
-    methods = " ".join(text_of(policy, name)[:200] for name in policy)
-    match = re.search(r"<function ([\w.<>]+)\.\w+ at ", text_of(policy, "__init__")[:200] or methods)
-    name = match[1] if match else "a class"
-    require(module == "stable_baselines3.common.policies" and name == "ActorCriticPolicy",
-            f"the policy is {OTHER_POLICIES.get(name, quoted(name))} of {quoted(module)}, not MlpPolicy", PPO_ONLY)
-    algorithm = "TRPO" if "cg_max_steps" in data else "A2C"  # with the same policy
-    require("clip_range" in data or "n_epochs" in data, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
-
-
 def text_of(entry: dict[str, Any], *names: str) -> str:
     """The first of these values that is there, as text: gym, gymnasium and SB3 changed names and forms over the years.
 
-    An array of numbers becomes "[3, 2]", and numpy's "np.int64(3)" becomes "3". What is too long or nested is "".
+    An array of numbers becomes "[3, 2]", and numpy's "np.int64(3)" becomes "3". What is nested or too long is "[...]".
     """
     value = next((entry[name] for name in names if entry.get(name) is not None), "")
     if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
         value = str(value)
-    text = str(value) if isinstance(value, (str, int, float)) else ""
-    return re.sub(r"np\.\w{1,20}\(([^()]{1,40})\)", r"\1", text) if len(text) <= MAX_SPACE else ""
+    text = str(value) if isinstance(value, (str, int, float)) else "[...]"
+    return re.sub(r"np\.\w{1,20}\(([^()]{1,40})\)", r"\1", text) if len(text) <= MAX_SPACE else "[...]"
 
 
 def numbers_of(text: str) -> list[float]:
-    """Those of "2", "(4,)", "[3, 2]" or "[-1.  inf]"; NaN where the text has something else, as numpy's "..."."""
+    """Those of "2", "(4,)", "[3, 2]", "[-1.  inf]" or "[False  True]"; NaN when something else is in the text."""
     words = re.sub(r"[\[\](),]", " ", text).replace("True", "1").replace("False", "0").split()
     try:
         return [float(word) for word in words]
@@ -1358,13 +1345,14 @@ def read_box(space: dict[str, Any], what: str) -> Box:
     require(dtype is not None, f"{what} has a dtype of {quoted(text)}")
     bounds = []
     for name, unbounded in (("low", -math.inf), ("high", math.inf)):
-        numbers = numbers_of(text_of(space, f"{name}_repr", name))
-        if len(numbers) == 1:  # gymnasium shortens bounds that are all the same
-            numbers *= size
+        text = text_of(space, f"{name}_repr", name)
+        numbers = numbers_of(text.replace("...", ""))
+        if len(set(numbers)) == 1:  # gymnasium shortens bounds that are all the same, and numpy long arrays
+            numbers = numbers[:1] * size
         complete = len(numbers) == size and not any(map(math.isnan, numbers))
-        require(complete or what != "action_space", f"{what} has bounds that cannot be read", PPO_ONLY)
-        # Those of an observation only tell whether it is an image.
-        bounds.append(numbers if complete else [unbounded] * size)
+        require(what != "action_space" or (complete and "..." not in text), f"{what} has bounds that cannot be read",
+                "SB3 has written them in part only")
+        bounds.append(numbers if complete else [unbounded] * size)  # an observation's only tell whether it is an image
     return Box(tuple(shape), dtype[1] if dtype else "", *bounds)
 
 
@@ -1372,72 +1360,70 @@ def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
     kind = space_type(space, "action_space")
     if kind == "Box":
         return {"type": kind, "box": read_box(space, "action_space")}
+    require(kind in ("Discrete", "MultiDiscrete", "MultiBinary"), f"action_space is {kind}",
+            "Discrete, MultiDiscrete, MultiBinary and Box can be run")
     if kind == "MultiDiscrete":
         return {"type": kind, "nvec": counts_of(space, "action_space", "nvec")}
-    require(kind in ("Discrete", "MultiBinary"), f"action_space is {kind}",
-            "Discrete, MultiDiscrete, MultiBinary and Box can be run")
     counts = counts_of(space, "action_space", "n")
     require(len(counts) == 1, f"action_space is {kind} of {counts}, not of one number", "SB3 cannot run it either")
     return {"type": kind, "n": counts[0]}
 
 
-def read_policy_kwargs(arguments: dict[str, Any], checkpoint: Checkpoint) -> None:
+def read_policy_kwargs(arguments: dict[str, Any]) -> tuple[dict[str, list[int]], str, dict[str, Any], dict[str, Any]]:
+    """Layer sizes, activation and its arguments, and other arguments of the policy; SB3's defaults where none is."""
+    net_arch, others = {"pi": [64, 64], "vf": [64, 64]}, {}
+    activation: tuple[str, dict[str, Any]] = ("Tanh", {})
     require(set(arguments) != {":type:", ":serialized:"}, "policy_kwargs has no text beside what is serialised")
     for name, value in arguments.items():
-        if name in UNUSED_ARGUMENTS or value is None or DEFAULTS.get(name) == value:
+        if name in UNUSED_ARGUMENTS or value in (None, FLATTEN) or (name, value) == ("features_extractor_kwargs", {}):
             continue
         if name == "net_arch":
-            checkpoint.net_arch = read_net_arch(value)
+            net_arch = read_net_arch(value)
         elif name == "activation_fn":
-            checkpoint.activation, checkpoint.activation_kwargs = read_activation(text_of(arguments, name))
+            activation = read_activation(text_of(arguments, name)[:300])
         else:
             require(name in PLAIN_ARGUMENTS and isinstance(value, bool),
                     f"policy_kwargs has {quoted(name)} of {quoted(value)}", "a policy with it cannot be rebuilt")
-            checkpoint.policy_kwargs[name] = value
+            others[name] = value
+    return net_arch, *activation, others
 
 
-def read_net_arch(value: Any) -> dict[str, list[int]]:
+def read_net_arch(written: Any) -> dict[str, list[int]]:
     """Layer sizes, written as {"pi": [64], "vf": [64]}, as a list of that, or as one list for both towers."""
-    if isinstance(value, str):  # the sizes are numpy's integers
-        value = literal(text_of({"net_arch": value}, "net_arch"))
+    value = written
+    if isinstance(written, str):  # the sizes are numpy's integers
+        value = parsed(text_of({"net_arch": written}, "net_arch").replace("'", '"'))
     if isinstance(value, list) and any(isinstance(part, dict) for part in value):
         require(len(value) == 1, SHARED_LAYERS, "train it again with SB3 2")
         value = value[0]
     towers = value if isinstance(value, dict) else {"pi": value, "vf": value}
-    require(all(isinstance(layers, list) for layers in towers.values()),
-            f"policy_kwargs has a net_arch of {quoted(value)}, not lists of layer sizes")
+    require(all(isinstance(layers, list) and len(layers) <= 1000 for layers in towers.values()),
+            f"policy_kwargs has a net_arch of {quoted(written)}, not lists of layer sizes")
     return {tower: counts_of(towers, "net_arch in policy_kwargs", tower) for tower in ("pi", "vf")}
-
-
-def literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text[:10_000])
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        return None
 
 
 def read_activation(text: str) -> tuple[str, dict[str, Any]]:
     """The name and the arguments of a class of torch.nn, or of a functools.partial of one."""
     cls = r"<class 'torch\.nn\.modules\.\w+\.(\w+)'>"
     match = re.fullmatch(cls, text) or re.fullmatch(rf"functools\.partial\({cls}((?:, \w+=[\w.'+-]+)*)\)", text)
-    name = match[1] if match else ""
-    arguments = {key: literal(value) for key, value in re.findall(r"(\w+)=([^,)]+)", text)}
-    known = ["inplace", *ACTIVATIONS.get(name, "").split()]
-    plain = all(key in known and isinstance(value, (int, float, str)) for key, value in arguments.items())
-    require(name in ACTIVATIONS and plain, f"policy_kwargs has an activation_fn of {quoted(text)}",
+    name = match[1] if match and match[1] in ACTIVATIONS else ""
+    arguments = {key: parsed(written.lower().replace("'", '"')) for key, written in re.findall(r"(\w+)=([^,)]+)", text)}
+    plain = all(key in ("inplace", *ACTIVATIONS.get(name, "").split())
+                and (isinstance(value, (int, float)) or (key == "approximate" and value in ("none", "tanh")))
+                for key, value in arguments.items())
+    require(bool(name) and plain, f"policy_kwargs has an activation_fn of {quoted(text)}",
             f"known are {', '.join(ACTIVATIONS)}, and functools.partial of one with named plain numbers")
     return name, arguments
 
 
 def tensor_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The tensors that SB3 makes for these settings (stable_baselines3.common.policies)."""
-    width = math.prod(checkpoint.observation.shape)
-    outputs = sum(choices_of(checkpoint.action))
+    width, outputs = math.prod(checkpoint.observation.shape), sum(choices_of(checkpoint.action))
     shapes: dict[str, tuple[int, ...]] = {}
     if checkpoint.use_sde:
         latent = [width, *checkpoint.net_arch["pi"]][-1]
         shapes["log_std"] = (latent, outputs if checkpoint.policy_kwargs.get("full_std", True) else 1)
-    elif checkpoint.action["type"] == "Box":
+    elif "box" in checkpoint.action:
         shapes["log_std"] = (outputs,)
     for tower, net, head, heads in (("pi", "policy_net", "action_net", outputs), ("vf", "value_net", "value_net", 1)):
         sizes = [width, *checkpoint.net_arch[tower], heads]
@@ -1451,54 +1437,69 @@ def tensor_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 def choices_of(action: dict[str, Any]) -> list[int]:
     """The outputs of the policy for each part of an action."""
-    if action["type"] == "Box":
+    if "box" in action:
         return [math.prod(action["box"].shape)]
-    return list(action["nvec"]) if action["type"] == "MultiDiscrete" else [action["n"]]
-
-
-# Weights
-
-STORAGES = {"torch FloatStorage": "<f4", "torch DoubleStorage": "<f8", "torch HalfStorage": "<f2"}
-FUNCTIONS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2")
-
-
-class Storage(NamedTuple):
-    """A record of policy.pth, and the type of the numbers in it."""
-
-    dtype: str
-    record: str
+    return list(action["nvec"]) if "nvec" in action else [action["n"]]
 
 
 class SavedTensor(NamedTuple):
     """A tensor as the pickle describes it; offset and strides count numbers, not bytes."""
 
-    storage: Storage
+    storage: tuple[str, str, int]  # the type and the record of its numbers, and how many they are
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
-def read_weights(policy: bytes, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+STORAGES = {"torch FloatStorage": "<f4", "torch DoubleStorage": "<f8", "torch HalfStorage": "<f2"}
+
+
+def read_policy(policy: bytes, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, SavedTensor], dict[str, bytes]]:
+    """The tensors of policy.pth, which must be those of the network in data, and the records that they are cut from."""
     archive = open_zip(policy, "policy.pth")
     members = archive.infolist()
-    names = {member.filename.lower() for member in members}
     # zipfile and torch find the directory in different ways, and an archive can be made to show each another one.
-    require(not archive.comment and len(names) == len(members) > 0 and not min(m.header_offset for m in members),
+    require(not archive.comment and len({member.filename.lower() for member in members}) == len(members) > 0
+            and not min(member.header_offset for member in members),
             "policy.pth is an archive that torch could read in another way")
     root = members[0].filename.partition("/")[0]
     order = f"{root}/byteorder"
     require(order not in archive.namelist() or read_member(archive, order, 99) == b"little",
             "policy.pth was written on a big-endian machine", "save it again on a little-endian one")
-    pickled = read_member(archive, f"{root}/data.pkl", MAX_PICKLE_BYTES)
     try:
-        saved = read_pickle(pickled)
+        saved = read_pickle(read_member(archive, f"{root}/data.pkl", MAX_PICKLE_BYTES))
     except (ValueError, TypeError, KeyError, IndexError) as error:  # an opcode found something else than it needs
         raise CheckpointRejected("policy.pth has a pickle that torch.save did not write", FETCH_AGAIN) from error
     compare_shapes(saved, shapes)
-    return read_tensors(archive, root, saved)
+    records: dict[str, bytes] = {}
+    for tensor in saved.values():
+        record = tensor.storage[1]
+        if record not in records:  # tensors may share one
+            left = MAX_CHECKPOINT_BYTES - sum(map(len, records.values()))
+            records[record] = read_member(archive, f"{root}/data/{record}", left)
+    return saved, records
 
 
-def read_pickle(pickled: bytearray) -> Any:
+def tensors_of(saved: dict[str, SavedTensor], records: dict[str, bytes]) -> dict[str, Array]:
+    import numpy
+
+    tensors = {}
+    for name, ((dtype, record, size), offset, shape, strides) in saved.items():
+        width = numpy.dtype(dtype).itemsize
+        require(len(records[record]) == width * size, f"policy.pth has a record of another size for {name}",
+                FETCH_AGAIN)
+        try:  # numpy refuses what reaches beyond the record
+            view: Array = numpy.ndarray(shape, dtype, records[record], width * offset, [width * s for s in strides])
+        except (ValueError, OverflowError) as error:
+            raise CheckpointRejected(f"policy.pth has {name} beyond the end of its record", FETCH_AGAIN) from error
+        with numpy.errstate(over="ignore"):  # float64 beyond the range of float32
+            tensors[name] = numpy.array(view, dtype=numpy.float32, order="C")
+        require(bool(numpy.isfinite(tensors[name]).all()), f"policy.pth has NaN or infinite weights in {name}",
+                "the training has diverged: take an earlier checkpoint")
+    return tensors
+
+
+def read_pickle(pickled: bytes) -> Any:
     """What a pickle of torch.save describes, out of numbers, texts, tuples, dictionaries and SavedTensor alone.
 
     Stands in for an unpickler: it knows the opcodes that a dictionary of tensors needs, and calls nothing. (That of C
@@ -1510,20 +1511,17 @@ def read_pickle(pickled: bytearray) -> Any:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         require(count < MAX_OPCODES, f"policy.pth has a pickle of more than {MAX_OPCODES} opcodes")
         match opcode.name:
-            case "PROTO":
-                pass
             case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
                 stack.append(argument)
             case "NONE" | "NEWTRUE" | "NEWFALSE":  # requires_grad, of no use here
                 stack.append(None)
             case "GLOBAL":
-                require(argument in STORAGES or argument in FUNCTIONS, f"policy.pth asks for {quoted(argument)}",
+                known = (*STORAGES, "collections OrderedDict", "torch._utils _rebuild_tensor_v2")
+                require(argument in known, f"policy.pth asks for {quoted(argument)}",
                         "tensors of float32, float64 and float16 can be read, and nothing is run")
                 stack.append(argument)
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "EMPTY_DICT":
-                stack.append({})
+            case "EMPTY_TUPLE" | "EMPTY_DICT":
+                stack.append(() if opcode.name == "EMPTY_TUPLE" else {})
             case "MARK":
                 marks.append(len(stack))
             case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
@@ -1539,15 +1537,17 @@ def read_pickle(pickled: bytearray) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[argument])
             case "BINPERSID":
-                stack.append(storage_of(stack.pop()))
+                _, storage, record, _, size = stack.pop()
+                stack.append((STORAGES[storage], record, size))
             case "REDUCE":
                 arguments = stack.pop()
                 stack.append(result_of(stack.pop(), arguments))
-            case "BUILD":  # attributes of the dictionary: the versions of torch's modules
+            case "BUILD":  # attributes of a dictionary: the versions of torch's modules
                 stack.pop()
+                add_items(stack[-1], [])
             case "STOP":
                 return stack.pop()
-            case other:
+            case other if other != "PROTO":
                 raise ValueError(f"opcode {other}")
     raise ValueError("a pickle without an end")
 
@@ -1558,60 +1558,30 @@ def add_items(target: Any, items: list[Any]) -> None:
     target.update(zip(items[::2], items[1::2], strict=True))
 
 
-def storage_of(reference: Any) -> Storage:
-    _, dtype, record, _, _ = reference
-    if type(dtype) is not str or type(record) is not str:
-        raise ValueError("a storage without a type or a record")
-    return Storage(STORAGES[dtype], record)
-
-
 def result_of(function: Any, arguments: Any) -> Any:
+    """What a call of one of the two functions gives that a dictionary of tensors needs."""
     if function == "collections OrderedDict":
         return {}
-    storage, offset, shape, strides, *_ = arguments
-    if function != "torch._utils _rebuild_tensor_v2" or type(storage) is not Storage:
-        raise ValueError("a call of no function, or a tensor without a storage")
-    if len(shape) > 32 or not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)):
-        raise ValueError("a tensor of an odd shape")
-    return SavedTensor(storage, offset, tuple(shape), tuple(strides))
+    (dtype, record, size), offset, shape, strides, *_ = arguments
+    plain = type(dtype) is str and type(record) is str and len(shape) == len(strides) <= 32
+    counted = all(type(number) is int and number >= 0 for number in (size, offset, *shape, *strides))
+    if function != "torch._utils _rebuild_tensor_v2" or not plain or not counted:
+        raise ValueError("a call of no function, or a tensor of an odd shape")
+    return SavedTensor((dtype, record, size), offset, tuple(shape), tuple(strides))
 
 
 def compare_shapes(saved: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse the first tensor that is not of the network in `data`."""
     require(type(saved) is dict and all(type(tensor) is SavedTensor for tensor in saved.values()),
             "policy.pth is not a dictionary of tensors")
-    shared = any(name.startswith("mlp_extractor.shared_net.") for name in saved)
-    require(not shared, SHARED_LAYERS, "train it again with SB3 2")
+    require(not any(name.startswith("mlp_extractor.shared_net.") for name in saved), SHARED_LAYERS,
+            "train it again with SB3 2")
     for name in [*shapes, *saved]:
-        found = saved[name].shape if name in saved else "missing"
-        expected = shapes.get(name, "missing")
+        found, expected = saved[name].shape if name in saved else "missing", shapes.get(name, "missing")
         require(found == expected, f"{quoted(name)} is {found} in policy.pth, and {expected} in the network of data",
                 "the policy is not SB3's own, or its settings were changed")
     parameters = sum(map(math.prod, shapes.values()))
     require(parameters <= MAX_CHECKPOINT_BYTES // 4, f"the policy has {parameters} parameters, too many for its file")
-
-
-def read_tensors(archive: zipfile.ZipFile, root: str, saved: dict[str, SavedTensor]) -> dict[str, Array]:
-    import numpy
-
-    records: dict[str, bytearray] = {}
-    left = MAX_CHECKPOINT_BYTES
-    tensors = {}
-    for name, (storage, offset, shape, strides) in saved.items():
-        if storage.record not in records:
-            records[storage.record] = read_member(archive, f"{root}/data/{storage.record}", left)
-            left -= len(records[storage.record])
-        width = numpy.dtype(storage.dtype).itemsize
-        steps = [width * stride for stride in strides]
-        try:  # numpy refuses what reaches beyond the record
-            view = numpy.ndarray(shape, storage.dtype, records[storage.record], width * offset, steps)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise CheckpointRejected(f"policy.pth has {name} larger than its record", FETCH_AGAIN) from error
-        with numpy.errstate(over="ignore"):  # float64 beyond the range of float32
-            tensors[name] = numpy.ascontiguousarray(view, dtype=numpy.float32)
-        require(bool(numpy.isfinite(tensors[name]).all()), f"policy.pth has NaN or infinite weights in {name}",
-                "the training has diverged: take an earlier checkpoint")
-    return tensors
 
 
 # --- Observations: from the command line or a file of any length, checked before the NPU is touched
@@ -1624,11 +1594,7 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
 
 def read_observations(args: argparse.Namespace, shape: tuple[int, ...], worker: Worker) -> Array:
     """The observations that the command line names, (n, *shape) and all finite; those of a .npy are mapped."""
-    try:
-        import numpy
-    except ImportError as error:
-        raise NpuUnavailable(f"numpy cannot be imported: {first_line(error)}",
-                             f"python3 -m pip install -r requirements.txt; {TRY_SIMULATOR}") from error
+    import numpy
 
     name, first = "--observation", 0
     if args.observations is not None:
@@ -1697,7 +1663,10 @@ def read_rows(path: str, name: str, shape: tuple[int, ...]) -> Array:
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror or error}", "name a file of observations") from error
     except Exception as error:  # the readers of numpy on a file that may hold anything
-        raise UsageError(f"{name}: {first_line(error)}", table_hint if suffix == ".csv" else
+        # numpy counts columns from 1, and rows from 0; but the rows of a changing width from 1
+        fault = re.sub(r"(column |row (?=\d+;))(\d+).*", lambda found: f"{found[1]}{int(found[2]) - 1}",
+                       first_line(error))
+        raise UsageError(f"{name}: {fault}", table_hint if suffix == ".csv" else
                          "it is damaged, or not a .npy file of numbers") from error
     if rows.ndim == 0 or not rows.size:
         raise UsageError(f"{name} holds no rows", "one observation a row")
@@ -1843,15 +1812,13 @@ def set_device(torch: Any) -> dict[str, Any]:
     return {**settings, "allow_hf32_conv": torch.npu.conv.allow_hf32}
 
 
-TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/simulate.sh"
-# What mends a start-up failure, by the text that users meet. The first pattern that is found counts.
+# What mends a failure of torch_npu, CANN or the driver, by the text that users meet. The first that is found counts.
 NPU_HINTS = (
-    (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in "
-     "the CANN image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
+    (r"No module named '?torch", "torch and torch_npu come as a pair of one version that fits your CANN, as in its "
+     "image: python3 -m pip install torch==2.9.0 torch_npu==2.9.0"),
     (r"No module named '?yaml", "torch_npu 2.9 needs PyYAML and does not say so: python3 -m pip install pyyaml"),
-    (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, start "
-     "it with -v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source "
-     "/usr/local/Ascend/driver/bin/setenv.bash"),
+    (r"libascend_hal\.so|lib(drv|c_sec|mmpa)\w*\.so", "the driver's libraries are out of reach: in a container, add "
+     "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver; then source /usr/local/Ascend/driver/bin/setenv.bash"),
     (r"static TLS block", "the named library must be loaded first: start again with LD_PRELOAD=/path/to/it"),
     (r"\.so[.\d]*: cannot open", "CANN is not set up in this shell: source "
      "/usr/local/Ascend/ascend-toolkit/set_env.sh (CANN 8.5 and later: /usr/local/Ascend/cann/set_env.sh)"),
@@ -1865,8 +1832,8 @@ NPU_HINTS = (
      "python3 -m pip install 'numpy<2' decorator attrs psutil scipy sympy cffi pyyaml pathlib2 protobuf"),
     (r"EL0004|\b207001\b|out of memory", "the device's memory is full: npu-smi info lists the processes that hold it"),
     (r"\b507008\b|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
-    (r"\b(107001|207004)\b|(?i:visible.devices?)", "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export "
-     "ASCEND_RT_VISIBLE_DEVICES=0"),
+    (r"\b(107001|207004)\b|(?i:visible.devices?)",
+     "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export ASCEND_RT_VISIBLE_DEVICES=0"),
     (r"-8005\b", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
      "upgrade, reboot"),
     (r"-8020\b|\b507899\b|EL0005", "another container holds the device, or this one may not open it: stop the other, "
@@ -1881,7 +1848,7 @@ def npu_hint(text: str) -> str:
     text = re.sub(r"PID: ?\d+", "PID", text)  # a number that is not an error code
     hint = next((hint for pattern, hint in NPU_HINTS if re.search(pattern, text)), DEVICE_HINT)
     torch_version = (package_version("torch") or "of its version").partition("+")[0]
-    return f"{hint.replace('{torch}', torch_version)}; {TRY_SIMULATOR}"
+    return hint.replace("{torch}", torch_version)
 
 
 def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) -> str:
@@ -1896,11 +1863,11 @@ def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) ->
     elif missing := [name for name in DEVICE_FILES if not (dev / name).exists()]:
         hint = f"this container lacks /dev/{missing[0]}: start it with {options}"
     elif not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
-        return npu_hint("-8005")
+        hint = npu_hint("-8005")
     else:
         hint = (f"devices here: {len(devices)}, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: they count from "
                 "0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0")
-    return f"{hint}; {TRY_SIMULATOR}"
+    return hint
 
 
 def simulator_version() -> str | None:
@@ -2003,8 +1970,10 @@ def custom_objects(checkpoint: Checkpoint, torch: Any) -> dict[str, Any]:
 
     def box(description: Box) -> gymnasium.spaces.Box:
         dtype = numpy.dtype(description.dtype)
-        low, high = (numpy.array(bound).astype(dtype).reshape(description.shape)
-                     for bound in (description.low, description.high))
+        bounds = numpy.array([description.low, description.high])
+        if dtype.kind in "iu":
+            bounds = numpy.clip(bounds, numpy.iinfo(dtype).min, numpy.iinfo(dtype).max)  # infinite: not known
+        low, high = bounds.astype(dtype).reshape(2, *description.shape)
         return gymnasium.spaces.Box(low, high, description.shape, dtype.type)
 
     def activation() -> Any:
@@ -2027,7 +1996,7 @@ def custom_objects(checkpoint: Checkpoint, torch: Any) -> dict[str, Any]:
     }
 
 
-def clean_archive(checkpoint: Checkpoint, objects: dict[str, Any], torch: Any) -> IO[bytes]:
+def clean_archive(checkpoint: Checkpoint, objects: dict[str, Any], torch: Any) -> io.BytesIO:
     """An archive as PPO.save writes it, made of values alone: neither torch nor SB3 sees a byte of the user's file."""
     weights = {name: torch.from_numpy(array) for name, array in checkpoint.tensors.items()}
     archive = io.BytesIO()
@@ -2060,12 +2029,14 @@ def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Arra
     step = chunk_rows(observations.shape[1:]) if file else len(observations)
     for start in range(0, len(observations), step):
         chunk = as_float32(observations[start:start + step])
-        digest.update(chunk)
+        digest.update(chunk.tobytes())
         values = passes.run(chunk, profiled=start == 0)
         elapsed += passes.seconds
         if start == 0:
-            if any(again.tobytes() != values[name].tobytes() for name, again in passes.run(chunk).items()):
-                raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
+            again = passes.run(chunk)
+            if any(values[name].tobytes() != again[name].tobytes() for name in values):
+                raise ForwardFailed("two passes over the same observations differ",
+                                    "the device or a kernel is at fault")
             worker.facts(bitwise_repeatable=True, repeated_rows=len(chunk), **first_of_all(chunk, values))
         comparison.add(chunk, values)
         if file:
@@ -2085,7 +2056,9 @@ def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Arra
     if changed:
         raise ForwardFailed(f"weights changed on the device during the run: {', '.join(changed)[:200]}",
                             "its memory is at fault, or another process writes to it")
-    comparison.conclude(worker)
+    worker.facts(reference=comparison.figures())
+    log_reference(worker)
+    comparison.judge()
     if args.sha256 == CHECKPOINT_SHA256 and len(observations) == 1 and not observations.any():
         compare_with_published(worker)
 
@@ -2127,7 +2100,7 @@ class Passes:
 
     def __init__(self, policy: Any, torch: Any) -> None:
         self.policy, self.torch = policy, torch
-        self.seconds = 0.0  # of the last pass, until the device had finished
+        self.seconds = 0.0  # of the last pass, until its outputs were on the host
         self.outputs: dict[str, dict[str, Any]] = {}  # of the last pass: dtype, shape and device by name
         self.proofs: dict[str, Any] = {}
         self.kernels: dict[str, int] = {}  # of the profiled pass
@@ -2147,10 +2120,9 @@ class Passes:
             with self.torch.autograd.profiler.profile(enabled=profiled, use_cpu=True) as profile:
                 outputs = policy_outputs(self.policy, observations, self.bounds, self.torch)
                 joined = side_by_side(outputs, self.torch)
-            self.torch.npu.synchronize()
+            values = to_host(joined, outputs)  # waits for the device
             self.seconds = time.monotonic() - started
             inputs_match = observations.cpu().numpy().tobytes() == chunk.tobytes()
-            values = to_host(joined, outputs)
         if profiled:
             self.kernels = kernels_of(profile.function_events)
         self.outputs = {name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "device": str(tensor.device)}
@@ -2202,7 +2174,7 @@ def side_by_side(outputs: dict[str, torch.Tensor], torch: Any) -> torch.Tensor:
     An integer action stays exact: no checkpoint of MAX_CHECKPOINT_BYTES has weights for more than 2**24 choices.
     """
     columns = [tensor.reshape(len(tensor), -1).float() for tensor in outputs.values()]
-    return torch.cat(columns, dim=1)  # type: ignore[no-any-return]
+    return torch.cat(columns, dim=1)
 
 
 def to_host(joined: torch.Tensor, outputs: dict[str, torch.Tensor]) -> Outputs:
@@ -2227,16 +2199,19 @@ def kernels_of(events: Any) -> dict[str, int]:
     """How often each kernel ran in the profiled pass, by torch's profiler.
 
     torch_npu launches every kernel below an event of the name that CANN gives it (aclnn...). Raises ForwardFailed for
-    an operator that ran on the CPU, and for a copy that has no kernel: it crossed between host and device.
+    an operator that ran on the CPU. Two things tell of one: torch_npu's own fallback, and a copy that is not a kernel
+    (so it crosses the bus) into memory that is not the device's (whose allocation torch_npu calls empty_tensor).
     """
     kernels = collections.Counter(event.name for event in events if event.name.startswith("aclnn"))
+    hint = "this torch_npu or CANN has no NPU kernel for it: update them"
     for event in events:
         if event.name == "aten::_to_cpu":
-            raise ForwardFailed(f"{event.cpu_parent and event.cpu_parent.name} fell back to the CPU",
-                                "this torch_npu or CANN has no NPU kernel for it: update them")
+            raise ForwardFailed(f"{event.cpu_parent.name if event.cpu_parent else 'an operator'} fell back to the CPU",
+                                hint)
         if event.name == "aten::copy_" and not any(child.name.startswith("aclnn") for child in event.cpu_children):
-            raise ForwardFailed("data crossed between the NPU and the host within the policy",
-                                "an operator of this torch_npu computes on the CPU: update it")
+            beside = event.cpu_parent.cpu_children if event.cpu_parent else []
+            if not any(child.name == "empty_tensor" for sibling in beside for child in sibling.cpu_children):
+                raise ForwardFailed("data was copied to the host within the policy", hint)
     if not kernels:
         raise ForwardFailed("torch's profiler saw no kernel on the NPU", "this torch_npu does not name its kernels")
     return dict(sorted(kernels.items()))
@@ -2273,10 +2248,7 @@ class OutputsFile:
             self.file.close()
         return self.digest.hexdigest()
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The reference: what SB3's formulas give in float64 for the tensors of the file. It is never the source of a result.
-# ---------------------------------------------------------------------------------------------------------------------
+# --- The reference: SB3's formulas in float64 on the tensors of the file. It is never the source of a result.
 
 ACTIVATIONS = {  # those of torch.nn that act on each number alone, and the arguments that they take
     "Tanh": "", "ReLU": "", "ReLU6": "", "LeakyReLU": "negative_slope", "ELU": "alpha", "CELU": "alpha", "SELU": "",
@@ -2287,50 +2259,42 @@ ACTIVATIONS = {  # those of torch.nn that act on each number alone, and the argu
 
 
 def reference_outputs(checkpoint: Checkpoint, observations: Array) -> dict[str, Array]:
-    """The outputs of a deterministic pass for observations (n, *shape), by the names of npu_result.json.
-
-    action (n, *action shape), value (n, 1), log_prob (n,) and entropy (n,); probs and logits (n, choices) of
-    categorical and binary actions; mean and std (n, size) of a Gaussian, and env_action, as PPO.predict hands it to the
-    environment. A squashed Gaussian has no entropy.
-    """
+    """The outputs of a deterministic pass for observations (n, *shape), named and shaped as in `policy_outputs`."""
     import numpy
 
-    kind = checkpoint.action["type"]
+    features = observations.reshape(len(observations), -1).astype(numpy.float64)
+    if is_image(checkpoint):
+        features /= 255
+
+    def linear(layer: str, x: Array) -> Array:
+        return x @ checkpoint.tensors[f"{layer}.weight"].T.astype(x.dtype) + checkpoint.tensors[f"{layer}.bias"]
+
+    def tower(name: str, net: str) -> Array:
+        x = features
+        for number in range(len(checkpoint.net_arch[name])):
+            x = linear(f"mlp_extractor.{net}.{2 * number}", x)
+            x = activate(checkpoint.activation, x, **checkpoint.activation_kwargs)
+        return x
+
     with numpy.errstate(all="ignore"):  # what overflows is seen in the outputs
-        features = observations.reshape(len(observations), -1).astype(numpy.float64)
-        if is_image(checkpoint):
-            features = features / 255
-        latent = tower(checkpoint, "pi", "policy_net", features)
-        value = linear(checkpoint, "value_net", tower(checkpoint, "vf", "value_net", features))
-        head = linear(checkpoint, "action_net", latent)
-        if kind == "Box":
+        value, latent = linear("value_net", tower("vf", "value_net")), tower("pi", "policy_net")
+        head = linear("action_net", latent)
+        if "box" in checkpoint.action:
             outputs = gaussian(checkpoint, head, latent)
-        elif kind == "MultiBinary":
+        elif checkpoint.action["type"] == "MultiBinary":
             outputs = bernoulli(head)
         else:
             outputs = categorical(head, choices_of(checkpoint.action))
-    if kind == "Discrete":
+    if checkpoint.action["type"] == "Discrete":
         outputs["action"] = outputs["action"][:, 0]
-    return {"action": outputs["action"], "value": value, **outputs}
+    return {"value": value, **outputs}
 
 
 def is_image(checkpoint: Checkpoint) -> bool:
     """Whether SB3 divides observations by 255 (stable_baselines3.common.preprocessing)."""
     box = checkpoint.observation
-    bounds = set(box.low), set(box.high)
-    is_8_bit = len(box.shape) == 3 and box.dtype == "uint8" and bounds == ({0}, {255})
-    return is_8_bit and checkpoint.policy_kwargs.get("normalize_images", True)
-
-
-def tower(checkpoint: Checkpoint, name: str, net: str, x: Array) -> Array:
-    for number in range(len(checkpoint.net_arch[name])):
-        x = linear(checkpoint, f"mlp_extractor.{net}.{2 * number}", x)
-        x = activate(checkpoint.activation, x, **checkpoint.activation_kwargs)
-    return x
-
-
-def linear(checkpoint: Checkpoint, layer: str, x: Array) -> Array:
-    return x @ checkpoint.tensors[f"{layer}.weight"].T.astype(x.dtype) + checkpoint.tensors[f"{layer}.bias"]
+    is_8_bit = len(box.shape) == 3 and box.dtype == "uint8" and set(box.low) == {0} and set(box.high) == {255}
+    return is_8_bit and bool(checkpoint.policy_kwargs.get("normalize_images", True))
 
 
 def activate(name: str, x: Array, alpha: float = 1.0, beta: float = 1.0, lambd: float = 0.5, threshold: float = 20.0,
@@ -2338,7 +2302,6 @@ def activate(name: str, x: Array, alpha: float = 1.0, beta: float = 1.0, lambd: 
              inplace: bool = False) -> Array:
     import numpy as np
 
-    below = np.minimum(x, 0)
     match name:
         case "Tanh":
             return np.tanh(x)
@@ -2349,11 +2312,11 @@ def activate(name: str, x: Array, alpha: float = 1.0, beta: float = 1.0, lambd: 
         case "LeakyReLU":
             return np.where(x > 0, x, negative_slope * x)
         case "ELU":
-            return np.where(x > 0, x, alpha * np.expm1(below))
+            return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
         case "CELU":
-            return np.where(x > 0, x, alpha * np.expm1(below / alpha))
+            return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0) / alpha))
         case "SELU":
-            return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(below))
+            return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(np.minimum(x, 0)))
         case "GELU" if approximate == "tanh":
             return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
         case "GELU":
@@ -2399,12 +2362,11 @@ def categorical(head: Array, choices: list[int]) -> dict[str, Array]:
     for part in numpy.split(head, numpy.cumsum(choices)[:-1], axis=1):
         shifted = part - part.max(axis=1, keepdims=True)
         logits.append(shifted - numpy.log(numpy.exp(shifted).sum(axis=1, keepdims=True)))
-    action = numpy.stack([part.argmax(axis=1) for part in logits], axis=1)
-    log_prob = numpy.stack([part.max(axis=1) for part in logits], axis=1).sum(axis=1)
     joined = numpy.concatenate(logits, axis=1)
     probs = numpy.exp(joined)
-    return {"action": action.astype(numpy.float64), "log_prob": log_prob, "entropy": -(probs * joined).sum(axis=1),
-            "probs": probs, "logits": joined}
+    return {"action": numpy.stack([part.argmax(axis=1) for part in logits], axis=1).astype(numpy.float64),
+            "log_prob": numpy.stack([part.max(axis=1) for part in logits], axis=1).sum(axis=1),
+            "entropy": -(probs * joined).sum(axis=1), "probs": probs, "logits": joined}
 
 
 def bernoulli(logits: Array) -> dict[str, Array]:
@@ -2412,23 +2374,27 @@ def bernoulli(logits: Array) -> dict[str, Array]:
 
     size = numpy.abs(logits)  # the likelier value's log_prob, and the entropy, depend on nothing else
     log_prob = -numpy.logaddexp(0, -size)
-    entropy = size * sigmoid(-size) - log_prob
     return {"action": (logits > 0).astype(numpy.float64), "log_prob": log_prob.sum(axis=1),
-            "entropy": entropy.sum(axis=1), "probs": sigmoid(logits), "logits": logits}
+            "entropy": (size * sigmoid(-size) - log_prob).sum(axis=1), "probs": sigmoid(logits), "logits": logits}
 
 
 def gaussian(checkpoint: Checkpoint, mean: Array, latent: Array) -> dict[str, Array]:
     """A diagonal Gaussian. With gSDE its deviation depends on the latent features, and it may be squashed by tanh."""
     import numpy
 
-    box = checkpoint.action["box"]
-    shape = (len(mean), *box.shape)
+    box, kwargs = checkpoint.action["box"], checkpoint.policy_kwargs
     low, high = numpy.array([box.low, box.high])
     if box.dtype.startswith("float"):
         low, high = numpy.array([low, high], box.dtype).astype(numpy.float64)
-    std = deviation(checkpoint, latent) + numpy.zeros_like(mean)
+    log_std = checkpoint.tensors["log_std"].astype(numpy.float64)
+    std = numpy.exp(log_std)
+    if checkpoint.use_sde:
+        if kwargs.get("use_expln"):
+            std = numpy.where(log_std > 0, numpy.log1p(log_std + 1e-6) + 1, std)
+        std = numpy.sqrt(latent**2 @ std**2 + 1e-6)
+    std = std + numpy.zeros_like(mean)
     scale = numpy.log(std) + 0.5 * math.log(2 * math.pi)
-    if checkpoint.policy_kwargs.get("squash_output"):
+    if kwargs.get("squash_output"):
         action = numpy.tanh(mean)
         nearest = 1 - 2.0**-23  # SB3 keeps a float32 action so far inside of -1 and 1 when it goes back from it
         inverse = numpy.arctanh(numpy.clip(action, -nearest, nearest))
@@ -2436,34 +2402,27 @@ def gaussian(checkpoint: Checkpoint, mean: Array, latent: Array) -> dict[str, Ar
         outputs = {"log_prob": log_prob.sum(axis=1)}
         env_action = low + 0.5 * (action + 1) * (high - low)
     else:
-        action = mean
+        action, env_action = mean, numpy.clip(mean, low, high)
         outputs = {"log_prob": -scale.sum(axis=1), "entropy": (scale + 0.5).sum(axis=1)}
-        env_action = numpy.clip(mean, low, high)
-    outputs |= {"mean": mean, "std": std, "env_action": env_action.reshape(shape)}
-    return {"action": action.reshape(shape), **outputs}
-
-
-def deviation(checkpoint: Checkpoint, latent: Array) -> Array:
-    import numpy
-
-    log_std = checkpoint.tensors["log_std"].astype(numpy.float64)
-    std = numpy.exp(log_std)
-    if not checkpoint.use_sde:
-        return std
-    if checkpoint.policy_kwargs.get("use_expln"):
-        std = numpy.where(log_std > 0, numpy.log1p(log_std + 1e-6) + 1, std)
-    return numpy.sqrt(latent**2 @ std**2 + 1e-6)
+    shape = (len(mean), *box.shape)
+    return {"action": action.reshape(shape), "mean": mean, "std": std, "env_action": env_action.reshape(shape),
+            **outputs}
 
 
 def log_prob_of(checkpoint: Checkpoint, logits: Array, action: Array) -> Array:
-    """The log-probability of given choices, (n,), from the reference's logits."""
+    """The log-probability of given choices, (n,), from the reference's logits; -inf of one that does not exist."""
     import numpy
 
     chosen = action.reshape(len(action), -1).astype(numpy.int64)
+    choices = numpy.array(choices_of(checkpoint.action))
     if checkpoint.action["type"] == "MultiBinary":
-        return -numpy.logaddexp(0, numpy.where(chosen == 1, -logits, logits)).sum(axis=1)
-    starts = numpy.cumsum([0, *choices_of(checkpoint.action)[:-1]])
-    return numpy.take_along_axis(logits, starts + chosen, axis=1).sum(axis=1)
+        exists = (chosen == 0) | (chosen == 1)
+        each = -numpy.logaddexp(0, numpy.where(chosen == 1, -logits, logits))
+    else:
+        exists = (chosen >= 0) & (chosen < choices)
+        starts = numpy.cumsum(choices) - choices
+        each = numpy.take_along_axis(logits, starts + numpy.clip(chosen, 0, choices - 1), axis=1)
+    return numpy.where(exists, each, -numpy.inf).sum(axis=1)
 
 
 SATURATED = 3.0  # where a mean is that large, atanh(tanh(mean)) is lost in float32, and a squashed log_prob with it
@@ -2477,6 +2436,7 @@ class Comparison:
         self.checkpoint, self.tolerance = checkpoint, tolerance
         self.rows = self.differing = self.ties = 0
         self.seconds = 0.0
+        self.wrong: list[str] = []  # the outputs outside the tolerance
         self.largest: dict[str, Any] = {}  # by output: the error, beside max(1, |reference|), and beside |reference|
         self.sums: dict[str, Any] = {}  # by output: of errors, of numbers, of products, and of both squares
 
@@ -2495,8 +2455,8 @@ class Comparison:
             if ours.size == 0:
                 continue
             error, size = numpy.abs(ours - theirs), numpy.abs(theirs)
-            largest = [error.max(), (error / numpy.maximum(1.0, size)).max(), (error / numpy.maximum(SMALL, size)).max()]
-            self.largest[name] = numpy.maximum(self.largest.get(name, 0.0), largest)
+            relative = [(error / numpy.maximum(least, size)).max() for least in (1.0, SMALL)]
+            self.largest[name] = numpy.maximum(self.largest.get(name, 0.0), [error.max(), *relative])
             self.sums[name] = self.sums.get(name, 0.0) + numpy.array(
                 [error.sum(), error.size, (ours * theirs).sum(), (ours**2).sum(), (theirs**2).sum()])
         self.rows += len(observations)
@@ -2513,34 +2473,38 @@ class Comparison:
         self.differing += int(differ.sum())
         self.ties += int(tie.sum())
 
-    def conclude(self, worker: Worker) -> None:
-        """Into the result and the log; raises ForwardFailed where the NPU is outside the tolerance."""
-        outputs = {}
+    def figures(self) -> dict[str, Any]:
+        """The errors of all rows so far, as the result shows them."""
+        outputs: dict[str, dict[str, Any]] = {}
         for name, (total, count, product, ours, theirs) in self.sums.items():
             absolute, _, relative = self.largest[name]
             cosine = float(product / math.sqrt(ours * theirs)) if ours * theirs else None
             outputs[name] = {"max_abs_error": float(absolute), "max_rel_error_percent": float(100 * relative),
                              "mean_abs_error": float(total / count), "cosine": cosine}
-        wrong = [name for name, (_, beside, _) in self.largest.items() if not beside <= self.tolerance]
+        self.wrong = [name for name, (_, beside, _) in self.largest.items() if not beside <= self.tolerance]
         if self.differing > self.ties:
-            wrong.append("action")
-        worker.facts(reference={
-            "rows": self.rows, "tolerance": self.tolerance, "within_tolerance": not wrong,
-            "within_1_percent": all(errors["max_rel_error_percent"] < 1 for errors in outputs.values()),
-            "action_agreement": (self.rows - self.differing) / self.rows, "ties": self.ties,
-            "elapsed_s": round(self.seconds, 6), "outputs": outputs})
-        worker.log("[reference] float64 from the checkpoint's bytes: compared with, never a source of a result")
-        worker.log("[reference] rows={reference[rows]} tolerance={reference[tolerance]} "
-                   "within_tolerance={reference[within_tolerance]} within_1_percent={reference[within_1_percent]} "
-                   "action_agreement={reference[action_agreement]} ties={reference[ties]} "
-                   "elapsed={reference[elapsed_s]:.4f}s")
-        for name, errors in outputs.items():
-            worker.log("[reference] {name} max_abs_error={max_abs_error} max_rel_error_percent={max_rel_error_percent} "
-                       "mean_abs_error={mean_abs_error} cosine={cosine}", name=name, **errors)
-        if wrong:
-            raise ForwardFailed(f"outside the tolerance of {self.tolerance:g} of the float64 reference: "
-                                f"{', '.join(wrong)}", "a kernel, a copy or the device is at fault; 910A and 310P "
+            self.wrong.append("action")
+        return {"rows": self.rows, "tolerance": self.tolerance, "within_tolerance": not self.wrong,
+                "within_1_percent": all(errors["max_rel_error_percent"] < 1 for errors in outputs.values()),
+                "action_agreement": (self.rows - self.differing) / self.rows, "ties": self.ties,
+                "elapsed_s": round(self.seconds, 6), "outputs": outputs}
+
+    def judge(self, what: str = "the NPU's answer") -> None:
+        if self.wrong:
+            raise ForwardFailed(f"{what} is outside the tolerance of {self.tolerance:g} of the float64 reference: "
+                                f"{', '.join(self.wrong)}", "a kernel, a copy or the device is at fault; 910A and 310P "
                                 "compute in float16: allow for it with --tolerance")
+
+
+def log_reference(worker: Worker) -> None:
+    worker.log("[reference] float64 from the checkpoint's bytes: compared with, never a source of a result")
+    worker.log("[reference] rows={reference[rows]} tolerance={reference[tolerance]} "
+               "within_tolerance={reference[within_tolerance]} within_1_percent={reference[within_1_percent]} "
+               "action_agreement={reference[action_agreement]} ties={reference[ties]} "
+               "elapsed={reference[elapsed_s]:.4f}s")
+    for name, errors in worker.result["reference"]["outputs"].items():
+        worker.log("[reference] {name} max_abs_error={max_abs_error} max_rel_error_percent={max_rel_error_percent} "
+                   "mean_abs_error={mean_abs_error} cosine={cosine}", name=name, **errors)
 
 
 def compare_with_published(worker: Worker) -> None:
@@ -2567,7 +2531,8 @@ def compare_with_published(worker: Worker) -> None:
 WARM_UP = 10
 
 
-def benchmark(count: int, observations: Array, passes: Passes, worker: Worker) -> None:
+def benchmark(args: argparse.Namespace, checkpoint: Checkpoint, observations: Array, passes: Passes,
+              worker: Worker) -> None:
     """Warm passes, from one observation on the host to all outputs on the host, and the outputs of each checked.
 
     `eager` is the evidence's own path; `graph` replays its kernels, captured, with one launch. Every pass gets another
@@ -2580,10 +2545,15 @@ def benchmark(count: int, observations: Array, passes: Passes, worker: Worker) -
     first = observations[:1]
     varied = as_float32(numpy.where(numpy.abs(first) > 1.0, first * numpy.abs(amounts), first + amounts))
     expected = [passes.run(varied[number:number + 1]) for number in range(len(varied))]
+    comparison = Comparison(checkpoint, args.tolerance)
+    for number, values in enumerate(expected):
+        comparison.add(varied[number:number + 1], values)
+    comparison.figures()
+    comparison.judge("a pass of the benchmark")
 
     def timed(one_pass: Callable[[Array], Outputs]) -> dict[str, Any]:
         taken = []
-        for number in range(WARM_UP + count):
+        for number in range(WARM_UP + args.benchmark):
             if number % 1000 == 0:
                 worker.enter("benchmark")
             which = number % len(varied)
@@ -2593,10 +2563,11 @@ def benchmark(count: int, observations: Array, passes: Passes, worker: Worker) -
             if any(values[name].tobytes() != wanted.tobytes() for name, wanted in expected[which].items()):
                 raise ForwardFailed("a pass of the benchmark gave other outputs than before for the same observation",
                                     "a forward was cached or skipped, or the device is at fault")
-        p50, p90, p99 = (float(numpy.percentile(taken[WARM_UP:], percent)) for percent in (50, 90, 99))
-        return {"passes": count, "p50_s": p50, "p90_s": p90, "p99_s": p99, "mean_s": float(numpy.mean(taken[WARM_UP:]))}
+        taken = taken[WARM_UP:]
+        p50, p90, p99 = (float(numpy.percentile(taken, percent)) for percent in (50, 90, 99))
+        return {"passes": len(taken), "p50_s": p50, "p90_s": p90, "p99_s": p99, "mean_s": float(numpy.mean(taken))}
 
-    times = {"warm_up_passes": WARM_UP, "eager": timed(passes.run), "graph": None, "graph_reason": None}
+    times: dict[str, Any] = {"warm_up_passes": WARM_UP, "eager": timed(passes.run), "graph": None, "graph_reason": None}
     try:
         times["graph"] = timed(capture(passes, varied[:1]))
     except (AttributeError, RuntimeError, ForwardFailed) as error:  # a release without graphs, or one that refuses
@@ -2607,7 +2578,7 @@ def benchmark(count: int, observations: Array, passes: Passes, worker: Worker) -
         if times[name]:
             in_ms = {percentile: 1e3 * times[name][f"{percentile}_s"] for percentile in ("p50", "p90", "p99")}
             worker.log("[benchmark] {mark}{name} passes={passes} p50_ms={p50:.4f} p90_ms={p90:.4f} p99_ms={p99:.4f}",
-                       mark=mark, name=name, passes=count, **in_ms)
+                       mark=mark, name=name, passes=args.benchmark, **in_ms)
         else:
             worker.log("[benchmark] {mark}graph: {benchmark[graph_reason]}", mark=mark)
 
@@ -2656,21 +2627,29 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child has an exit code
     try:
         args = parse_arguments(argv)
-        if compile(SOURCE, SCRIPT, "exec", dont_inherit=True) != CODE:
-            raise UsageError("the file of the program is not what Python runs: it was replaced meanwhile, or piped in",
+        if not SOURCE:
+            raise UsageError("piped into python3, the program cannot say what it is",
                              "nothing was run; start it as python3 inference.py")
-    except UsageError as error:
-        print(f"inference.py: usage: {one_line(str(error))}; {error.hint}", file=sys.stderr)
-        return error.code
-    supervisor = Supervisor(args, argv, caught)
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    own_pid = os.getpid()
-    # Before torch and numpy are imported: of the two processes that go on from here, one never sees them.
-    pid = os.fork()
-    if pid:
-        return supervisor.follow(pid)
-    become_worker(supervisor, own_pid)
-    return work(args, Worker(supervisor.facts_end, supervisor.go_end))
+        evidence = Evidence(args.log_dir)
+        supervisor = Supervisor(args, argv, evidence, caught)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        own_pid = os.getpid()
+        # Before torch and numpy are imported: of the two processes that go on from here, one never sees them.
+        pid = os.fork()
+    except Failure as failure:
+        stage = "usage" if isinstance(failure, UsageError) else "start"
+        print(f"inference.py: {stage}: {one_line(str(failure))}; {failure.hint}", file=sys.stderr)
+        return failure.code
+    except (OSError, MemoryError) as error:
+        print(f"inference.py: start: no process can be started: {one_line(str(error) or 'out of memory')}; raise the "
+              "limits of processes, files and memory (ulimit -a)", file=sys.stderr)
+        return EvidenceUnwritable.code
+    if pid == 0:
+        become_worker(supervisor, own_pid)
+        return work(args, Worker(supervisor.facts_end, supervisor.go_end))
+    code = supervisor.follow(pid)
+    evidence.close()
+    return code
 
 
 def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
@@ -2679,8 +2658,8 @@ def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
     die_with_parent()
     if os.getppid() != supervisor_pid:  # it ended before the line above
         os._exit(1)
-    os.close(supervisor.facts)
-    os.close(supervisor.output)
+    for fd in (supervisor.evidence.log_fd, supervisor.facts, supervisor.output):  # the lock is not the worker's to hold
+        os.close(fd)
     supervisor.go.close()
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (supervisor.output_end, 1), (supervisor.output_end, 2)):
@@ -2688,7 +2667,7 @@ def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
     for signum in (signal.SIGINT, signal.SIGHUP):  # the supervisor answers them
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the device is given back
-    faulthandler.enable()  # on SIGABRT, stderr shows the line that hung
+    faulthandler.enable(2)  # on SIGABRT, stderr shows the line that hung
 
 
 if __name__ == "__main__":

@@ -1,152 +1,143 @@
 #!/usr/bin/env python3
 """Draw the pictures of the model page from the evidence of one run, and from nothing else.
 
-    python3 assets/render.py [--logs DIR] [--session FILE] [--out DIR]
+    python3 assets/render.py [--record] [--logs DIR] [--out DIR]
 
-  agent_workflow.png          the stages of the run in order, each with its outcome, its time and what it established
-  npu_device_call.png         the device, and the live npu-smi table with the row of this process marked
-  model_result.png            the answer of the forward, and the key fields of npu_result.json
-  modelagent_live_session.png a terminal session recorded by `script` or a pipe; drawn only with --session
+  agent_workflow.png           the stages of the run in order: outcome, time, and what each established
+  npu_device_call.png          the device, and npu-smi's table with the row of this process marked
+  model_result.png             the answer, its error against the float64 reference, and the kernels that ran
+  modelagent_live_session.png  the terminal session: the run, and the verdict of tests/check_evidence.py
 
-Evidence that `inference.py --check` finds inconsistent is refused; a failed run is drawn as failed, a simulated one
-under a band and a watermark. The same evidence gives the same bytes. Exit codes: 0 drawn, 1 refused, 2 usage.
+It needs the packages of requirements.txt. The session is assets/session.txt, and is drawn with the project's own logs.
+--record makes it, and the run: it runs tests/simulate.sh --hold-seconds 8 and python3 tests/check_evidence.py logs and
+keeps what they print. On a machine with an NPU, name the commands:
+
+    python3 assets/render.py --record 'python3 inference.py --hold-seconds 8' 'python3 tests/check_evidence.py logs'
+
+Evidence that tests/check_evidence.py calls INVALID is refused. A failed run is drawn as failed. A simulated one says so
+in a band and in every part of the picture. The same evidence gives the same bytes, and the lines of the pictures in
+SHA256SUMS follow. Exit codes: 0 drawn, 1 refused, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import hashlib
-import importlib.util
-import io
 import json
+import math
 import os
 import re
+import shlex
+import struct
 import subprocess
 import sys
+import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
-    from PIL import Image, ImageDraw, ImageFont
+    import matplotlib
+    import numpy
+    from matplotlib import font_manager
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Circle, FancyBboxPatch
 except ImportError:
-    sys.exit("render.py: Pillow is missing: python3 -m pip install pillow, or use an interpreter below .venv")
+    sys.exit("render.py: matplotlib is missing; python3 -m pip install -r requirements.txt brings it")
 
 PROJECT = Path(__file__).resolve().parent.parent
 ASSETS = PROJECT / "assets"
+LOGS = PROJECT / "logs"
+TRANSCRIPT = ASSETS / "session.txt"
+COMMANDS = ["tests/simulate.sh --hold-seconds 8", "python3 tests/check_evidence.py logs"]
 RESULT, LOG, MARKER, SMI = "npu_result.json", "npu_inference.log", "npu_ready.marker", "npu_smi.log"
-WORKFLOW, DEVICE, ANSWER, SESSION = (
-    "agent_workflow.png", "npu_device_call.png", "model_result.png", "modelagent_live_session.png")
 STAGES = ("verify", "npu", "load", "ready", "forward", "final")  # of every run; more may be recorded
-MAX_BYTES, MAX_SESSION_BYTES = 16 << 20, 1 << 20  # of one input file
 
 # Blue and vermilion differ for every kind of colour vision, and no meaning rests on colour alone.
-PAGE, CARD, EDGE = "#f3f5f8", "#ffffff", "#d8dfe7"
-INK, MUTED, FAINT = "#16212c", "#56636f", "#8793a0"
+PAGE, CARD, EDGE, TRACK = "#f3f5f8", "#ffffff", "#d3dbe4", "#e6ebf1"
+INK, MUTED, FAINT = "#16212c", "#52606d", "#8793a0"
 GOOD, GOOD_TINT, BAD, BAD_TINT = "#0a5cad", "#e4eefa", "#b23c0a", "#fdeee5"
-AMBER, SCREEN, SCREEN_TEXT, SCREEN_DIM, MARKED = "#ffc20a", "#101a24", "#d6dee7", "#8fa0b1", "#1f6fd0"
+SCREEN, SCREEN_TEXT, SCREEN_DIM, SCREEN_BAD, MARKED = "#101a24", "#d6dee7", "#8fa0b1", "#ff9b7d", "#1f6fd0"
+AMBER, STAMP, SCREEN_STAMP = "#ffc20a", "#d6b86e", "#74622a"
+BAND = "SIMULATED NPU · nothing in this run touched a physical NPU"
 
-WIDTH, MARGIN, SCALE = 1040, 40, 2  # in points; a point is SCALE pixels, so that half size is one pixel a point
-INNER = WIDTH - 2 * MARGIN
+# Lengths are in points, from the top left corner. A point is two pixels, so that half size is one pixel a point.
+WIDTH, MARGIN, PADDING, DPI = 1040.0, 40.0, 24.0, 144
+LEFT, RIGHT = MARGIN + PADDING, WIDTH - MARGIN - PADDING  # of what is in a card
+CONTENT = RIGHT - LEFT
+
+# matplotlib brings these fonts, so that a picture does not depend on those of the machine. Evidence is set in the
+# monospaced one, so that its length says how wide it gets.
+FONTS = Path(matplotlib.get_data_path(), "fonts/ttf")
+SANS, BOLD, MONO, MONO_BOLD = (
+    str(FONTS / f"DejaVu{name}.ttf") for name in ("Sans", "Sans-Bold", "SansMono", "SansMono-Bold"))
+CELL = 1233 / 2048  # the width of a monospaced character at one point
 
 
 class Refused(Exception):
     """Input that cannot be drawn. The text is the one line that the user reads."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evidence
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- evidence -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Evidence:
+class Evidence(NamedTuple):
     result: dict[str, Any]
-    texts: dict[str, str]
-    digests: dict[str, str]
+    files: dict[str, bytes]
+    verdict: str  # VALID, or FAILED RUN
+
+    def text(self, name: str) -> str:
+        return self.files.get(name, b"").decode("utf-8", "replace")
+
+    def part(self, name: str) -> dict[str, Any]:
+        """An object of the result; an empty one where nothing was measured."""
+        return self.result[name] or {}
 
     @property
     def failed(self) -> bool:
-        return bool(self.result["exit_code"])
+        return self.verdict != "VALID" or self.result["exit_code"] != 0
 
     @property
     def simulated(self) -> bool:
         """Whether any of the files says so. A run that failed before it looked for a device says nothing."""
-        return bool(self.result["simulated"] or self.result["simulator"]) or any(
-            hint in self.texts.get(name, "") for name, hint in ((MARKER, "SIMULATED=1"), (LOG, "[npu]     SIMULATED")))
+        return (bool(self.result["simulated"] or self.result["simulator"])
+                or "[npu]     SIMULATED" in self.text(LOG) or "SIMULATED=1" in self.text(MARKER))
 
 
 def read_evidence(directory: Path) -> Evidence:
-    contents = read_files(directory)
-    check(directory)
-    if read_files(directory) != contents:
-        raise Refused(f"{directory}: the evidence changed while it was checked; wait for the run to end")
-    return Evidence(json.loads(contents[RESULT]),
-                    {name: data.decode("utf-8", "replace") for name, data in contents.items()},
-                    {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()})
+    verdict = check(directory)
+    paths = [directory / name for name in (RESULT, LOG, MARKER, SMI)]
+    files = {path.name: path.read_bytes() for path in paths if path.exists()}
+    evidence = Evidence(json.loads(files[RESULT]), files, verdict)
+    for name, sha256 in evidence.part("files").items():
+        if name in files and hashlib.sha256(files[name]).hexdigest() != sha256:
+            raise Refused(f"{directory}: {name} changed while it was checked; wait for the run to end")
+    return evidence
 
 
-def read_files(directory: Path) -> dict[str, bytes]:
-    if not (directory / RESULT).is_file():
-        raise Refused(f"{directory}: no {RESULT}; run inference.py first, or name its directory with --logs")
-    return {name: read_file(directory / name) for name in (RESULT, LOG, MARKER, SMI) if (directory / name).is_file()}
+def check(directory: Path) -> str:
+    """The verdict of tests/check_evidence.py; refuse what is not the consistent evidence of a run, good or failed."""
+    command = [sys.executable, str(PROJECT / "tests/check_evidence.py"), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    verdict = done.stdout.rstrip("\n").split("\n")[-1]
+    if (done.returncode, verdict) in ((0, "VALID"), (1, "FAILED RUN")):
+        return verdict
+    failures = [line for line in done.stdout.split("\n") if line.startswith("FAIL ")]
+    reason = printable("; ".join(failures[:3]) or done.stderr.strip())[:600]
+    raise Refused(f"{directory}: tests/check_evidence.py refuses it: {reason or f'exit code {done.returncode}'}")
 
 
-def read_file(path: Path, most: int = MAX_BYTES) -> bytes:
-    with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise Refused(f"{path}: larger than {most >> 20} MiB")
-    return data
-
-
-def check(directory: Path) -> None:
-    """Refuse what inference.py would not call the consistent evidence of a run, good or failed."""
-    program = PROJECT / "inference.py"
-    done = subprocess.run([sys.executable, str(program), "--check", str(directory)], capture_output=True, text=True,
-                          errors="replace", stdin=subprocess.DEVNULL, check=False)
-    lines = done.stdout.splitlines()
-    if (done.returncode, *lines[-1:]) in ((0, "VALID"), (8, "FAILED RUN")):
-        return
-    failures = [" ".join(line.split()) for line in lines if line.startswith("FAIL ")]
-    reason = "; ".join(failures[:3]) or done.stderr.strip().split("\n")[-1] or f"exit code {done.returncode}"
-    raise Refused(f"{directory}: inference.py --check refuses it: {printable(reason)[:600]}")
-
-
-def flat(value: Any) -> list[Any]:
-    return [item for part in value for item in flat(part)] if isinstance(value, list) else [value]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text: fonts, what can be printed, what fits
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def font(name: str, size: float) -> ImageFont.FreeTypeFont:
-    spec = importlib.util.find_spec("matplotlib")  # found, not imported, which would take a second
-    if spec is None or not spec.submodule_search_locations:
-        raise Refused("the fonts are missing: python3 -m pip install -r requirements.txt brings matplotlib's")
-    path = Path(spec.submodule_search_locations[0], "mpl-data", "fonts", "ttf", f"DejaVu{name}.ttf")
-    return ImageFont.truetype(str(path), round(size * SCALE), layout_engine=ImageFont.Layout.BASIC)
-
-
-SANS, SANS_BOLD, MONO, MONO_BOLD = "Sans", "Sans-Bold", "SansMono", "SansMono-Bold"
+# ---- text: what can be printed, and what fits -----------------------------------------------------------------------
 
 
 @functools.cache
 def printable_character(character: str) -> str:
     """The character, or its escape where it has no glyph or would act on its neighbours."""
-    if " " <= character <= "~":
-        return character
-    mono = font(MONO, 14)
-    if (unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Mn", "Me")
-            or bytes(mono.getmask(character)) == bytes(mono.getmask("\uffff"))):
+    acts = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Mn", "Me")
+    if acts or not all(font_manager.get_font(face).get_char_index(ord(character)) for face in (MONO, MONO_BOLD)):
         return character.encode("unicode_escape").decode()
     return character
 
@@ -156,836 +147,551 @@ def printable(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of the JSON as it is written there, strings without quotes; a dash for what was not measured."""
+    """A value of the JSON as a person reads it; a dash for what was not measured."""
     if value is None:
         return "-"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return printable(", ".join(value)) or "none"
     return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 
 
 def number(value: float) -> str:
-    return f"{value:.6f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.6g}"
+    return f"{value:.6f}" if 1e-3 <= abs(value) < 1e5 or value == 0 else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def flat(value: Any) -> list[Any]:
+    return [item for part in value for item in flat(part)] if isinstance(value, list) else [value]
 
 
-def length(text: str, face: str, size: float) -> float:
-    return font(face, size).getlength(text) / SCALE
+def fit(text: str, size: float, room: float) -> str:
+    """Monospaced text, cut with a mark when it is wider than the room."""
+    columns = int(room / (size * CELL))
+    return text if len(text) <= columns else text[:max(0, columns - 1)] + "…"
 
 
-def fit(text: str, face: str, size: float, width: float) -> str:
-    """The text, cut with a mark when it is wider."""
-    if length(text, face, size) <= width:
-        return text
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if length(text[:middle] + "…", face, size) <= width else (low, middle - 1)
-    return text[:low] + "…"
+def wrap(text: str, size: float, room: float, most: int, indent: str = "") -> list[str]:
+    """Monospaced text in lines that fit into the room; the last of `most` is cut with a mark."""
+    return textwrap.wrap(text, int(room / (size * CELL)), max_lines=most, placeholder=" …", subsequent_indent=indent,
+                         break_on_hyphens=False) or [""]
 
 
-def wrap(text: str, face: str, size: float, width: float, most: int) -> list[str]:
-    """Lines no wider than `width`, broken at spaces where there are any; the last of `most` is cut with a mark."""
-    lines: list[str] = []
-    while text and len(lines) < most - 1 and length(text, face, size) > width:
-        cut = max(1, len(fit(text, face, size, width)) - 1)
-        space = text.rfind(" ", cut // 2, cut + 1)
-        lines.append(text[:space] if space > 0 else text[:cut])
-        text = text[space + 1:] if space > 0 else text[cut:]
-    return [*lines, fit(text, face, size, width)]
-
-
-def elided(lines: Sequence[Any], most: int, keep: int | None = None) -> list[Any]:
-    """At most so many lines: the first, the last, and those around `keep`; an int says how many were left out."""
+def elided(lines: list[str], most: int, keep: int = 0) -> list[tuple[int, str]]:
+    """At most so many lines with their numbers: the first, the last, those around `keep`. -1: what is left out here."""
     if len(lines) <= most:
-        return list(lines)
-    third = most // 3
-    kept = set(range(most - third)) | set(range(len(lines) - third, len(lines)))
-    if keep is not None and keep not in kept:
-        kept = (set(range(third)) | set(range(keep - third // 2, keep + third // 2))
-                | set(range(len(lines) - third, len(lines))))
-    out: list[Any] = []
-    for index, line in enumerate(lines):
-        if index in kept:
-            out.append(line)
-        elif out and isinstance(out[-1], int):
-            out[-1] += 1
-        else:
-            out.append(1)
+        return list(enumerate(lines))
+    part = (most - 2) // 3
+    ranges = (range(part), range(keep - part // 2, keep + part // 2), range(len(lines) - part, len(lines)))
+    out: list[tuple[int, str]] = []
+    kept = sorted({index for several in ranges for index in several if 0 <= index < len(lines)})
+    for last, index in zip([-1, *kept], kept, strict=False):
+        if index > last + 1:
+            out.append((-1, f"… {index - last - 1} more lines …"))
+        out.append((index, lines[index]))
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Canvas: what is drawn is noted first and painted when the height is known
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- page: cards below each other; how tall it gets is known at the end ---------------------------------------------
 
 
-@functools.cache
-def disc(radius: int) -> Image.Image:
-    """The mask of an anti-aliased disc (Pillow's own shapes have jagged edges)."""
-    mask = Image.new("L", (radius * 8, radius * 8))
-    ImageDraw.Draw(mask).ellipse((0, 0, radius * 8 - 1, radius * 8 - 1), fill=255)
-    return mask.reduce(4)
-
-
-class Canvas:
-    def __init__(self) -> None:
-        self.steps: list[Callable[[Image.Image, ImageDraw.ImageDraw], None]] = []
+class Page:
+    def __init__(self, title: str, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.figure = Figure(dpi=DPI, facecolor=PAGE)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
         self.y = 0.0  # the next free height
+        if evidence.simulated:
+            self.box(0, 0, WIDTH, 40, AMBER, radius=0)
+            self.text(WIDTH / 2, 27, BAND, BOLD, 18, anchor="center")
+            self.y = 40
+        self.header(title)
+        if evidence.failed:
+            self.failure()
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, edge: str = "", radius: int = 0) -> None:
-        """A rectangle with round corners and, with `edge`, a border."""
-        if edge:
-            self.box(x, y, width, height, edge, radius=radius)
-            x, y, width, height, radius = x + 1, y + 1, width - 2, height - 2, max(0, radius - 1)
-        left, top, right, bottom = (round(value * SCALE) for value in (x, y, x + width, y + height))
-        r = min(radius * SCALE, (right - left) // 2, (bottom - top) // 2)
+    def box(self, left: float, top: float, wide: float, tall: float, fill: str, edge: str = "",
+            radius: float = 3) -> None:
+        style = f"round,pad=0,rounding_size={min(radius, wide / 2, tall / 2)}" if radius else "square,pad=0"
+        self.axes.add_patch(FancyBboxPatch((left, top), wide, tall, boxstyle=style, facecolor=fill, lw=1 if edge else 0,
+                                           edgecolor=edge or "none", zorder=1 + len(self.axes.patches) * 1e-4))
 
-        def paint(image: Image.Image, draw: ImageDraw.ImageDraw) -> None:
-            if right - 2 * r > left:
-                draw.rectangle((left + r, top, right - r - 1, bottom - 1), fill=fill)
-            if bottom - 2 * r > top:
-                draw.rectangle((left, top + r, right - 1, bottom - r - 1), fill=fill)
-            if r:
-                for x in (left, right - 2 * r):
-                    for y in (top, bottom - 2 * r):
-                        image.paste(fill, (x, y), disc(r))
-        self.steps.append(paint)
+    def disc(self, x: float, y: float, radius: float, fill: str, edge: str) -> None:
+        self.axes.add_patch(Circle((x, y), radius, facecolor=fill, edgecolor=edge, zorder=2.5))
 
     def text(self, x: float, y: float, text: str, face: str = SANS, size: float = 14, fill: str = INK,
-             anchor: str = "l") -> float:
-        """One line, y being its baseline; anchor l, m or r. Returns the width."""
-        self.steps.append(lambda image, draw: draw.text((round(x * SCALE), round(y * SCALE)), text, fill,
-                                                        font(face, size), anchor=anchor + "s"))
-        return length(text, face, size)
+             anchor: str = "left", rotation: float = 0) -> None:
+        """One line on the baseline y."""
+        self.axes.text(x, y, text, font_properties=font_manager.FontProperties(fname=face, size=size), color=fill,
+                       ha=anchor, va="baseline", rotation=rotation, rotation_mode="anchor", parse_math=False)
 
-    def lines(self, x: float, y: float, lines: Iterable[str], face: str = SANS, size: float = 14, fill: str = INK,
-              leading: float = 1.5) -> float:
-        """Lines from the top y downwards. Returns the height below the last."""
-        for line in lines:
-            self.text(x, y + size * 1.1, line, face, size, fill)
-            y += size * leading
-        return y
+    def rule(self, left: float, y: float, wide: float, fill: str = CARD) -> None:
+        """A line across; that of a simulated run says so twice."""
+        self.box(left, y, wide, 1, EDGE, radius=0)
+        for x in (left + wide * 0.27, left + wide * 0.77) if self.evidence.simulated else ():
+            self.box(x - 42, y, 84, 1, fill, radius=0)
+            self.text(x, y + 4, "SIMULATED", BOLD, 10.5, STAMP, "center")
 
-    def card(self, height: float, title: str = "", fill: str = CARD, edge: str = EDGE) -> tuple[float, float]:
-        """A card across the page, below the last one. Returns the place of its content."""
-        x, y = MARGIN, self.y
-        self.box(x, y, INNER, height, fill, edge, radius=10)
-        if title:
-            self.text(x + 24, y + 32, title, SANS_BOLD, 15)
-        self.y = y + height + 20
-        return x + 24, y + (50 if title else 22)
+    def header(self, title: str) -> None:
+        result, top = self.evidence.result, self.y + 32
+        colour, mark = (BAD, "✗ FAILED") if self.evidence.failed else (GOOD, "✓ SUCCESS")
+        badge = f"{mark} · exit code {result['exit_code']}"
+        self.box(WIDTH - MARGIN - 250, top, 250, 38, colour, radius=10)
+        self.text(WIDTH - MARGIN - 125, top + 24.5, badge, BOLD, 15, CARD, "center")
+        self.text(MARGIN, top + 30, title, BOLD, 28)
+        subject = shown(result["model_id"] or self.evidence.part("checkpoint").get("path"))
+        device, moment = shown(result["npu_device_name"] or "no device"), shown(result["started_at"])[:19]
+        line = f"{fit(subject, 13, 400)} · {fit(device, 13, 230)} · {moment.replace('T', ' ')} UTC"
+        self.text(MARGIN, top + 62, line, MONO, 13, MUTED)
+        self.text(WIDTH - MARGIN, top + 62, "SIMULATED" * self.evidence.simulated, BOLD, 13, STAMP, "right")
+        self.y = top + 84
 
-    def pairs(self, x: float, y: float, width: float, pairs: Iterable[tuple[str, Any]], size: float = 13) -> float:
-        """`key value` after `key value` in running text. Returns the height below."""
-        at, bottom = x, y
-        for key, value in pairs:
-            name, text = key + " ", shown(value)
-            wide = length(name, MONO, size)
-            text = fit(text, MONO_BOLD, size, width - wide)
-            needed = wide + length(text, MONO_BOLD, size)
-            if at > x and at + needed > x + width:
-                at, bottom = x, bottom + size * 1.6
-            self.text(at, bottom + size * 1.1, name, MONO, size, MUTED)
-            self.text(at + wide, bottom + size * 1.1, text, MONO_BOLD, size, BAD if value is False else INK)
-            at += needed + 18
-        return bottom + size * 1.6
-
-    def header(self, title: str, evidence: Evidence) -> None:
-        result, code = evidence.result, evidence.result["exit_code"]
-        checkpoint = result["checkpoint"] or {}
-        subject = result["model_id"] or checkpoint.get("path")
-        self.y += 36
-        badge = f"✗ FAILED · exit code {code}" if code else "✓ SUCCESS · exit code 0"
-        wide = length(badge, SANS_BOLD, 15) + 36
-        self.text(MARGIN, self.y + 30, title, SANS_BOLD, 30)
-        self.box(WIDTH - MARGIN - wide, self.y, wide, 38, BAD if code else GOOD, radius=19)
-        self.text(WIDTH - MARGIN - wide / 2, self.y + 24.5, badge, SANS_BOLD, 15, CARD, "m")
-        rest = "".join(f" · {shown(part)}" for part in (result["npu_device_name"], started(result)) if part)
-        subject = fit(shown(subject), SANS, 15, max(200.0, INNER - length(rest, SANS, 15)))
-        self.text(MARGIN, self.y + 62, fit(subject + rest, SANS, 15, INNER), SANS, 15, MUTED)
-        self.y += 88
-
-    def failure(self, evidence: Evidence) -> None:
-        """The card that says how the run failed."""
-        if not evidence.failed:
-            return
-        error = evidence.result["error"] or {}
-        message = wrap(shown(error.get("message")), MONO, 14, INNER - 48, 6)
-        hint = wrap("What to do: " + shown(error.get("hint") or None), SANS, 14, INNER - 48, 4)
-        x, y = self.card(66 + 21 * (len(message) + len(hint)), fill=BAD_TINT, edge=BAD)
-        title = f"✗ Failed in stage {shown(error.get('stage'))} · {shown(error.get('type'))}"
-        y = self.lines(x, y - 4, [fit(title, SANS_BOLD, 17, INNER - 48)], SANS_BOLD, 17, BAD)
-        self.lines(x, self.lines(x, y + 4, message, MONO) + 4, hint, SANS, 14, MUTED)
-
-    def screen(self, title: str, columns: int, rows: Sequence[Sequence[Run] | int]) -> None:
-        """A terminal. A row is its runs of one style each, or the number of lines that are left out here."""
-        size = next((size for size in (15, 14.5, 14, 13.5, 13, 12.5, 12, 11.5, 11, 10.5, 10)
-                     if columns * length("M", MONO, size) <= INNER - 48), 10)
-        step, leading = length("M" * 64, MONO, size) / 64, size * 1.42
-        x, top = MARGIN, self.y
-        height = 44 + 24 + len(rows) * leading + 18
-        self.box(x, top, INNER, height, SCREEN, radius=10)
-        self.box(x + 1, top + 44, INNER - 2, 1, "#2a3846")
-        for dot in range(3):
-            self.box(x + 24 + dot * 20, top + 16, 12, 12, "#46566a", radius=6)
-        self.text(WIDTH / 2, top + 27, fit(title, MONO, 13, INNER - 220), MONO, 13, SCREEN_DIM, "m")
-        y = top + 44 + 18
-        for row in rows:
-            if isinstance(row, int):
-                gap = f"… {row} more line{'s' if row > 1 else ''} in the file …"
-                self.text(x + 24, y + size * 1.08, gap, MONO, size, AMBER)
-            else:
-                for run in row:
-                    left, wide = x + 24 + run.column * step, len(run.text) * step
-                    if run.mark:
-                        self.box(left - 5, y - size * 0.08, wide + 10, leading, MARKED, radius=3)
-                    self.text(left, y + size * 1.08, run.text, MONO_BOLD if run.bold else MONO, size, run.fill)
-            y += leading
+    def card(self, height: float, title: str = "", note: str = "", fill: str = CARD, edge: str = EDGE) -> float:
+        """A card across the page, below the last one. Returns the top of its content."""
+        top = self.y
+        self.box(MARGIN, top, WIDTH - 2 * MARGIN, height, fill, edge, radius=10)
         self.y = top + height + 20
+        if not title:
+            return top + 20
+        self.text(LEFT, top + 32, title, BOLD, 16)
+        self.text(RIGHT, top + 31, fit(note, 12, CONTENT - 330), MONO, 12, MUTED, "right")
+        self.rule(LEFT, top + 46, CONTENT)
+        return top + 60
 
-    def footer(self, evidence: Evidence, names: Iterable[str], note: str = "") -> None:
-        """Where everything comes from."""
-        self.box(MARGIN, self.y + 4, INNER, 1, EDGE)
-        drawn = "Drawn by assets/render.py from these files and nothing else" + (f"; {note}" if note else "")
-        self.text(MARGIN, self.y + 30, fit(drawn + ". SHA256:", SANS, 12.5, INNER), SANS, 12.5, MUTED)
-        self.y += 40
-        for name in names:
-            if name in evidence.digests:
-                self.text(MARGIN, self.y + 13, fit(printable(name), MONO_BOLD, 12.5, 340), MONO_BOLD, 12.5, MUTED)
-                self.text(WIDTH - MARGIN, self.y + 13, evidence.digests[name], MONO, 12.5, MUTED, "r")
-                self.y += 20
-        self.y += 24
+    def failure(self) -> None:
+        """The card that says how the run failed."""
+        error = {name: shown(value) for name, value in self.evidence.part("error").items()}
+        message = wrap(error["message"], 13, CONTENT, 6)
+        hint = wrap(f"What to do: {error['hint']}", 13, CONTENT, 4)
+        y = self.card(66 + 21 * (len(message) + len(hint)), fill=BAD_TINT, edge=BAD) + 16
+        self.text(LEFT, y, fit(f"✗ stage {error['stage']} · {error['type']}", 17, CONTENT), MONO_BOLD, 17, BAD)
+        for index, line in enumerate([*message, *hint]):
+            self.text(LEFT, y + 30 + 21 * index, line, MONO, 13, INK if index < len(message) else MUTED)
 
-    def png(self, simulated: bool) -> bytes:
-        """The picture; that of a simulated run between two bands and under a watermark."""
-        band = 48 if simulated else 0
-        size = WIDTH * SCALE, round(self.y * SCALE)
-        page = Image.new("RGB", size, PAGE)
-        draw = ImageDraw.Draw(page)
-        for step in self.steps:
-            step(page, draw)
-        image = Image.new("RGB", (size[0], size[1] + 2 * band * SCALE), AMBER)
-        if simulated:
-            watermark(page)
-            for top in (0, size[1] + band * SCALE):
-                image.paste(simulated_band(band), (0, top))
-        image.paste(page, (0, band * SCALE))
-        data = io.BytesIO()
-        image.save(data, "PNG", compress_level=6)
-        return data.getvalue()
+    def grid(self, title: str, facts: dict[str, Any], names: str) -> None:
+        """A card of names and values in three columns."""
+        y = self.card(70 + 54 * math.ceil(len(names.split()) / 3), title)
+        for index, name in enumerate(names.split()):
+            left, top, value = LEFT + index % 3 * CONTENT / 3, y + index // 3 * 54, facts[name]
+            if index and index % 6 == 0:
+                self.rule(LEFT, top - 9, CONTENT)
+            self.text(left, top + 13, name, MONO, 13, MUTED)
+            self.text(left, top + 33, fit(shown(value), 15, CONTENT / 3 - 16), MONO_BOLD, 15,
+                      BAD if value is False else INK)
 
+    def screen(self, title: str, size: float, rows: list[tuple[str, str]], notes: list[str]) -> None:
+        """A terminal. Each row has its colour; one on MARKED is set off from the rest."""
+        leading = size * 1.4
+        top = self.card(62 + len(rows) * leading + (8 if notes else 0) + 22 * len(notes), fill=SCREEN, edge=SCREEN) - 20
+        self.text(WIDTH / 2, top + 25, fit(title, 13, CONTENT - 160), MONO, 13, SCREEN_DIM, "center")
+        y, since = top + 46, 4  # rows since the last that says SIMULATED
+        for text, colour in rows:
+            if colour == MARKED:
+                self.box(LEFT - 4, y - 1, len(text) * size * CELL + 8, leading, MARKED)
+            strong = colour in (MARKED, CARD)
+            self.text(LEFT, y + size * 1.06, text, MONO_BOLD if strong else MONO, size, CARD if strong else colour)
+            blanks = [match.span() for match in re.finditer(" {14,}", text.ljust(int(CONTENT / (size * CELL))))]
+            since += 1
+            if self.evidence.simulated and blanks and (since >= 6 or colour == MARKED):
+                since, (begin, end) = 0, max(blanks, key=lambda span: span[1] - span[0])
+                self.text(LEFT + (begin + end) / 2 * size * CELL, y + size * 1.03, "SIMULATED", BOLD, size * 0.85,
+                          AMBER if colour == MARKED else SCREEN_STAMP, "center")
+            y += leading
+        for index, text in enumerate(notes):
+            self.text(LEFT, y + 26 + 22 * index, text, SANS, 13, AMBER)
 
-@dataclass
-class Run:
-    """Text of one style in a row of a terminal; `mark` sets it off from the rest."""
-
-    column: int
-    text: str
-    fill: str = SCREEN_TEXT
-    bold: bool = False
-    mark: bool = False
-
-
-def watermark(page: Image.Image) -> None:
-    """SIMULATED NPU across the page, so often that no part worth showing is without it."""
-    face = font(SANS_BOLD, 30)
-    left, top, right, bottom = (round(value) for value in face.getbbox("SIMULATED NPU"))
-    word = Image.new("L", (right - left, bottom - top))
-    ImageDraw.Draw(word).text((-left, -top), "SIMULATED NPU", 38, face)
-    word = word.rotate(24, Image.Resampling.BICUBIC, expand=True)
-    for row, y in enumerate(range(-word.height // 2, page.height, word.height + 16 * SCALE)):
-        for x in range(-(word.width // 2) * (row % 2) - 20 * SCALE, page.width, word.width + 40 * SCALE):
-            page.paste("#a87900", (x, y), word)
-
-
-@functools.cache
-def simulated_band(height: int) -> Image.Image:
-    fine = 4
-    width, tall = WIDTH * SCALE, height * SCALE
-    stripes = Image.new("RGB", (width * fine, tall * fine), AMBER)
-    draw = ImageDraw.Draw(stripes)
-    step = 28 * SCALE * fine
-    for x in range(-tall * fine, width * fine, step):
-        draw.polygon(((x, tall * fine), (x + tall * fine, 0), (x + tall * fine + step // 2, 0),
-                      (x + step // 2, tall * fine)), fill=INK)
-    band = stripes.reduce(fine)
-    draw, face = ImageDraw.Draw(band), font(SANS_BOLD, 19)
-    text = "SIMULATED NPU · nothing in this run touched a physical NPU"
-    half = round(face.getlength(text) / 2) + 28 * SCALE
-    draw.rectangle((width // 2 - half, 0, width // 2 + half, tall), fill=AMBER)
-    draw.text((width // 2, tall // 2 + 1), text, INK, face, anchor="mm")
-    return band
+    def finish(self, sources: dict[str, bytes], at_least: float = 0) -> bytes:
+        """Say where everything comes from, and return the file."""
+        self.rule(MARGIN, self.y + 2, WIDTH - 2 * MARGIN, PAGE)
+        note = "Drawn by assets/render.py from these files and nothing else; some numbers are rounded. SHA256:"
+        self.text(MARGIN, self.y + 29, note, SANS, 12.5, MUTED)
+        for index, (name, data) in enumerate(sources.items()):
+            y = self.y + 51 + 20 * index
+            self.text(MARGIN, y, fit(printable(name), 12.5, 340), MONO_BOLD, 12.5, MUTED)
+            self.text(WIDTH - MARGIN, y, hashlib.sha256(data).hexdigest(), MONO, 12.5, MUTED, "right")
+        height = max(at_least, round(self.y + 60 + 20 * len(sources)))
+        count = max(1, round(height / 190)) if self.evidence.simulated else 0
+        for index in range(count):
+            for x in (MARGIN / 2 + 5, WIDTH - MARGIN / 2 + 5):
+                y = 40 + (index + 0.5) * (height - 40) / count
+                self.text(x, y, "SIMULATED", BOLD, 13, STAMP, "center", rotation=90)
+        self.figure.set_size_inches(WIDTH / 72, height / 72)
+        self.axes.set_xlim(0, WIDTH)
+        self.axes.set_ylim(height, 0)
+        canvas: Any = FigureCanvasAgg(self.figure)
+        canvas.draw()
+        return png(numpy.asarray(canvas.buffer_rgba())[:, :, :3])
 
 
-def started(result: dict[str, Any]) -> str:
-    at = moment(result["started_at"])
-    return at.strftime("%Y-%m-%d %H:%M:%S UTC") if at else ""
+def png(pixels: Any) -> bytes:
+    """A PNG file with nothing but the pixels. (The bytes that Pillow writes differ with its release.)"""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, columns = pixels.shape[:2]
+    rows = numpy.pad(pixels.reshape(height, columns * 3), ((0, 0), (1, 0)))  # a row begins with its filter: 0, none
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", columns, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows.tobytes(), 6)) + chunk(b"IEND", b"")
 
 
-def moment(text: Any) -> datetime | None:
-    with contextlib.suppress(TypeError, ValueError):
-        at = datetime.fromisoformat(text)
-        return at if at.tzinfo else None
-    return None
+# ---- agent_workflow.png ---------------------------------------------------------------------------------------------
+
+FACTS, FACTS_ROOM, TIME_ROOM = LEFT + 172, 584.0, 132.0
+Place = tuple[float, int, str, str]  # of a fact: x, line, name, value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# agent_workflow.png
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Stage:
-    name: str
-    outcome: str  # ok, failed, not run
-    start: float = 0.0
-    seconds: float = 0.0
-
-
-def stages_of(result: dict[str, Any]) -> list[Stage]:
-    """The stages that the run recorded, one after the other, and those that it did not come to."""
-    stages: list[Stage] = []
-    for entry in result["stages"] or []:
-        start = stages[-1].start + stages[-1].seconds if stages else 0.0
-        outcome = "ok" if entry.get("outcome") == "ok" else "failed"
-        stages.append(Stage(shown(entry.get("name")), outcome, start, entry.get("elapsed_s", 0.0)))
-    reached = {stage.name for stage in stages}
-    return stages + [Stage(name, "not run") for name in STAGES if name not in reached]
-
-
-def established(stage: str, result: dict[str, Any]) -> list[tuple[str, Any]]:
-    """What a stage found out, under the names of the JSON."""
-    checkpoint, versions, smi, benchmark = (
-        result[name] or {} for name in ("checkpoint", "versions", "npu_smi", "benchmark"))
-
-    def of(source: dict[str, Any], names: str) -> list[tuple[str, Any]]:
-        return [(name, source.get(name)) for name in names.split() if source.get(name) is not None]
-
-    return {
-        "verify": lambda: [("checkpoint", checkpoint.get("path")), *of(checkpoint, "bytes size_ok sha256_ok sha256")],
-        "npu": lambda: [*of(result, "npu_device npu_device_name"), *of(versions, "cann driver torch torch_npu")],
-        "load": lambda: of(result, "policy_class num_params load_s param_devices params_match_checkpoint"),
-        "ready": lambda: [*of(result, "pid hold_seconds"), *of(smi, "captured pid_found matched_by reason")],
-        "forward": lambda: of(result, "action value forward_s input_device output_device bitwise_repeatable"),
-        "benchmark": lambda: [(name, number(value)) for name, value in of(benchmark["single"], "p50_s p90_s p99_s")]
-        if benchmark else [],
-        "final": lambda: [*of(result, "exit_code"), ("files", list(result["files"] or {}))],
-    }.get(stage, list)()
+def established(stage: str, evidence: Evidence) -> list[Place]:
+    """What a stage found out, under the names of the JSON, one after the other in running text."""
+    result, checkpoint, versions, smi, reference, benchmark = (
+        evidence.result, *map(evidence.part, ("checkpoint", "versions", "npu_smi", "reference", "benchmark")))
+    facts: dict[str, tuple[tuple[dict[str, Any], str], ...]] = {
+        "verify": ((checkpoint, "path bytes size_ok sha256_ok sha256"),),
+        "npu": ((result, "npu_device npu_device_name"), (versions, "cann driver torch torch_npu")),
+        "load": ((result, "policy_class num_params load_s param_devices params_match_checkpoint"),),
+        "ready": ((result, "pid hold_seconds"), (smi, "captured pid_found matched_by pid_absent_before reason")),
+        "forward": ((result, "action value forward_s input_device output_device bitwise_repeatable"),
+                    (reference, "within_tolerance action_agreement")),
+        "benchmark": ((benchmark.get("eager") or {}, "passes p50_s p90_s p99_s"),),
+        "final": ((result, "worker_exit exit_code"),),
+    }
+    places: list[Place] = []
+    x, line = 0.0, 0
+    for name, value in [(name, source.get(name)) for source, names in facts.get(stage, ()) for name in names.split()]:
+        text = fit(shown(value), 13, FACTS_ROOM - (len(name) + 1) * 13 * CELL)
+        wide = (len(name) + 1 + len(text)) * 13 * CELL
+        if value is not None:
+            if x and x + wide > FACTS_ROOM:
+                x, line = 0.0, line + 1
+            places.append((x, line, name, text))
+            x += wide + 18
+    return places
 
 
 def draw_workflow(evidence: Evidence) -> bytes:
-    result, canvas = evidence.result, Canvas()
-    canvas.header("How the run went", evidence)
-    command = wrap(" ".join(["$ python3", *map(shown, result["argv"] or [])]), MONO, 14, INNER - 48, 4)
-    x, y = canvas.card(30 + 21 * len(command), fill=SCREEN, edge=SCREEN)
-    canvas.lines(x, y - 6, command, MONO, 14, SCREEN_TEXT)
-    canvas.failure(evidence)
+    page = Page("How the run went", evidence)
+    command = wrap(shlex.join(["python3", *map(shown, evidence.result["argv"])]), 14, CONTENT - 20, 4)
+    y = page.card(34 + 21 * len(command), fill=SCREEN, edge=SCREEN)
+    page.text(LEFT, y + 12, "$", MONO_BOLD, 14, SCREEN_DIM)
+    for index, line in enumerate(command):
+        page.text(LEFT + 20, y + 12 + 21 * index, line, MONO, 14, SCREEN_TEXT)
 
-    stages, total = stages_of(result), result["total_s"] or 0.0
-    facts = [established(stage.name, result) if stage.outcome != "not run" else [] for stage in stages]
-    heights = [max(68.0, Canvas().pairs(0, 0, FACTS, pairs) + 28) for pairs in facts]
-    x, y = canvas.card(sum(heights) + 54)
-    canvas.text(x + 52, y + 8, "Stage", SANS, 12.5, MUTED)
-    canvas.text(x + 180, y + 8, "What it established", SANS, 12.5, MUTED)
-    canvas.text(x + INNER - 48, y + 8, f"Time, of {duration(total)} in all", SANS, 12.5, MUTED, "r")
-    y += 24
-    for index, (stage, pairs, height) in enumerate(zip(stages, facts, heights, strict=True)):
-        if index:
-            canvas.box(x + 17, y - heights[index - 1] + 47, 2, heights[index - 1] - 36,
-                       EDGE if stage.outcome == "not run" else GOOD)
-        draw_stage(canvas, x, y, stage, pairs, total)
+    entered, total = evidence.part("stages"), evidence.result["total_s"] or 1.0
+    names = [*entered, *(name for name in STAGES if name not in entered)]
+    facts = [established(name, evidence) if name in entered else [] for name in names]
+    heights = [max(70, 51 + 21 * max((line for _, line, _, _ in places), default=0)) for places in facts]
+    y = page.card(sum(heights) + 48)
+    page.text(LEFT + 48, y + 6, "Stage", SANS, 13, MUTED)
+    page.text(FACTS, y + 6, "What it established", SANS, 13, MUTED)
+    page.text(RIGHT, y + 6, f"Time, of {total:.3f} s in all", SANS, 13, MUTED, "right")
+    y += 20
+    start = 0.0
+    for index, (name, places, height) in enumerate(zip(names, facts, heights, strict=True)):
+        outcome = "ok" if name in entered else "not run"
+        if evidence.failed and index == len(entered) - 1:
+            outcome = "failed"
+        draw_stage(page, y, printable(name), outcome, places)
+        if name in entered:
+            wide = min(TIME_ROOM, max(4.0, entered[name] / total * TIME_ROOM))
+            left = RIGHT - TIME_ROOM + min(start / total * TIME_ROOM, TIME_ROOM - wide)
+            page.box(RIGHT - TIME_ROOM, y + 44, TIME_ROOM, 6, TRACK)
+            page.box(left, y + 44, wide, 6, BAD if outcome == "failed" else GOOD)
+            page.text(RIGHT, y + 31, f"{entered[name]:.3f} s", MONO_BOLD, 15, anchor="right")
+            start += entered[name]
+        if index + 1 < len(names):
+            page.box(LEFT + 16, y + 47, 2, height - 36, GOOD if index + 1 < len(entered) else EDGE, radius=0)
         y += height
-    canvas.footer(evidence, [RESULT])
-    return canvas.png(evidence.simulated)
+    return page.finish({RESULT: evidence.files[RESULT]})
 
 
-FACTS = 580  # the width of what a stage established
+def draw_stage(page: Page, y: float, name: str, outcome: str, places: list[Place]) -> None:
+    colour, symbol = {"ok": (GOOD, "✓"), "failed": (BAD, "✗")}.get(outcome, (FAINT, ""))
+    page.rule(LEFT + 48, y, CONTENT - 48)
+    page.disc(LEFT + 17, y + 29, 14, colour if symbol else CARD, colour)
+    page.text(LEFT + 17, y + 34.5, symbol, BOLD, 16, CARD, "center")
+    page.text(LEFT + 48, y + 31, fit(name, 16, 118), BOLD, 16, INK if symbol else MUTED)
+    page.text(LEFT + 48, y + 51, outcome, SANS, 13, colour if symbol else MUTED)
+    for x, line, key, text in places:
+        page.text(FACTS + x, y + 30 + 21 * line, key, MONO, 13, MUTED)
+        page.text(FACTS + x + (len(key) + 1) * 13 * CELL, y + 30 + 21 * line, text, MONO_BOLD, 13,
+                  BAD if text == "false" else INK)
 
 
-def draw_stage(canvas: Canvas, x: float, y: float, stage: Stage, pairs: list[tuple[str, Any]], total: float) -> None:
-    colour, text, symbol = {"ok": (GOOD, INK, "✓"), "failed": (BAD, INK, "✗")}.get(stage.outcome, (FAINT, MUTED, ""))
-    canvas.box(x + 52, y, INNER - 100, 1, EDGE)
-    canvas.box(x + 4, y + 15, 28, 28, colour if symbol else CARD, colour, radius=14)
-    canvas.text(x + 18, y + 35, symbol, SANS_BOLD, 16, CARD, "m")
-    canvas.text(x + 52, y + 31, fit(stage.name, SANS_BOLD, 17, 110), SANS_BOLD, 17, text)
-    canvas.text(x + 52, y + 50, stage.outcome, SANS, 13, colour if symbol else MUTED)
-    if not symbol:
-        return
-    canvas.pairs(x + 180, y + 16, FACTS, pairs)
-    right, track = x + INNER - 48, 132.0
-    canvas.text(right, y + 31, duration(stage.seconds), MONO_BOLD, 15, INK, "r")
-    if total > 0:
-        begin = min(stage.start / total, 0.97) * track
-        wide = max(4.0, min(stage.seconds / total * track, track - begin))
-        canvas.box(right - track, y + 44, track, 6, EDGE, radius=3)
-        canvas.box(right - track + begin, y + 44, wide, 6, colour, radius=3)
+# ---- npu_device_call.png --------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# npu_device_call.png
-# ---------------------------------------------------------------------------------------------------------------------
+class Call(NamedTuple):
+    command: str
+    at: str
+    rows: list[str]
+
+
+def calls_of(log: bytes) -> list[Call]:
+    """The calls in npu_smi.log. A heading says how long its output is, so that no output can pass for a heading."""
+    calls, at = [], 0
+    heading = re.compile(rb"# (npu-smi [^\n]*) at=(\S+) bytes=(\d{1,9}) outcome=[^\n]*\n")
+    while match := heading.match(log, at):
+        at = match.end() + int(match[3]) + 1
+        command, moment, output = (
+            data.decode("utf-8", "replace") for data in (match[1], match[2], log[match.end():at - 1]))
+        rows = [printable(row.expandtabs().rstrip()) for row in re.split(r"\r?\n", output.rstrip())]
+        calls.append(Call(printable(command), printable(moment), rows))
+    return calls
 
 
 def draw_device(evidence: Evidence) -> bytes:
-    result, canvas = evidence.result, Canvas()
-    versions = result["versions"] or {}
-    canvas.header("The call on the device", evidence)
-    canvas.failure(evidence)
-    facts = [
-        ("Device name", result["npu_device_name"]), ("Logical device", result["npu_device"]),
-        ("ASCEND_RT_VISIBLE_DEVICES", result["visible_devices"]), ("CANN", versions.get("cann")),
-        ("Driver", versions.get("driver")), ("npu-smi", versions.get("npu_smi")), ("torch", versions.get("torch")),
-        ("torch_npu", versions.get("torch_npu")), ("Device nodes held open", result["device_nodes"]),
-        ("Parameters on", result["param_devices"]), ("Input on", result["input_device"]),
-        ("Outputs on", result["output_device"])]
-    x, y = canvas.card(50 + 54 * 4 + 8, "Device")
-    column = (INNER - 48) / 3
-    for index, (label, value) in enumerate(facts):
-        left, top = x + index % 3 * column, y + index // 3 * 54
-        canvas.text(left, top + 14, label, SANS, 12.5, MUTED)
-        canvas.text(left, top + 35, fit(shown(value), MONO_BOLD, 15, column - 16), MONO_BOLD, 15)
-    draw_correlation(canvas, evidence)
+    page = Page("The call on the device", evidence)
+    page.grid("Device", evidence.result | evidence.part("versions"),
+              "npu_device_name npu_device visible_devices cann driver npu_smi torch torch_npu device_nodes "
+              "param_devices input_device output_device")
+    calls = calls_of(evidence.files.get(SMI, b""))
+    line = printable((evidence.part("npu_smi").get("pid_line") or "").expandtabs()).strip()
+    listed = next((call for call in reversed(calls) if line and line in map(str.strip, call.rows)), None)
+    draw_correlation(page, evidence, calls, listed)
 
-    line = (result["npu_smi"] or {}).get("pid_line")
-    heading, rows = npu_smi_block(evidence.texts.get(SMI, ""), line)
-    marked = next((index for index, row in enumerate(rows) if line and row.strip() == line), None)
-    widest = max([len(row) for row in rows] + [40])
-    columns = max(60, min(widest, 116))
-    screen: list[list[Run] | int] = [
-        item if isinstance(item, int) else
-        [Run(0, cut(item[1], columns), "#ffffff", True, True) if item[0] == marked else Run(0, cut(item[1], columns))]
-        for item in elided(list(enumerate(rows)), 72, marked)]
-    if marked is not None:
-        screen += [[], [Run(0, f"marked: this process, PID {shown(result['pid'])}", SCREEN_DIM)]]
-    canvas.screen(heading or "npu-smi", columns, screen or [[Run(0, "npu-smi was not called in this run", SCREEN_DIM)]])
-    canvas.footer(evidence, [RESULT, LOG, MARKER, SMI])
-    return canvas.png(evidence.simulated)
+    call = listed or (calls[-1] if calls else Call("npu-smi", "no time", ["it was not asked"]))
+    marked = next((index for index, row in enumerate(call.rows) if listed and row.strip() == line), -2)
+    rows = elided(call.rows, 48, max(0, marked))
+    size = max(10.0, min(14.0, CONTENT / CELL / max(len(text) for _, text in rows)))
+    colours = {marked: MARKED, -1: AMBER}
+    notes = [f"Marked: this process, PID {evidence.result['pid']}."] if listed else []
+    if evidence.simulated and any("Power(W)" in row for row in call.rows):
+        notes += ["The simulator invents the watts, the degrees and all else here but the processes and their memory."]
+    page.screen(f"$ {call.command}   at {call.at}", size,
+                [(fit(text, size, CONTENT), colours.get(index, SCREEN_TEXT)) for index, text in rows], notes)
+    return page.finish(evidence.files)
 
 
-def cut(text: str, columns: int) -> str:
-    return text if len(text) <= columns else text[:columns - 1] + "…"
+def draw_correlation(page: Page, evidence: Evidence, calls: list[Call], listed: Call | None) -> None:
+    """The PID as each file has it, read from that file."""
+    smi, pid = evidence.part("npu_smi"), str(evidence.result["pid"])
+    logged = re.search(r"^\[inference\] pid +: (\d{1,10})$", evidence.text(LOG), re.MULTILINE)
+    ready = re.search(r"^NPU_READY_PID=(\d{1,10})$", evidence.text(MARKER), re.MULTILINE)
+    absent, how = smi.get("pid_absent_before"), shown(smi.get("matched_by") if listed else smi.get("reason"))
+    before = calls[0].at[11:19] if calls else ""
+    during = (listed or calls[-1]).at[11:19] if calls[1:] else ""
+    parts = (
+        (LOG, logged[1] if logged else "-", "what it said it is"),
+        (RESULT, pid, "the process that ran"),
+        (MARKER, ready[1] if ready else "-", "before the forward"),
+        (f"npu-smi {before}", "absent" if absent else shown(absent), "before it ran there"),
+        (f"npu-smi {during}", pid if listed else "not listed", f"by {how}" if listed else how))
+    y = page.card(156, "One process", "its PID in each file; npu-smi lists it only while it holds the device")
+    wide, gap = (CONTENT - 56) / 5, 14
+    for index, (name, value, note) in enumerate(parts):
+        left, good = LEFT + index * (wide + gap), value in (pid, "absent")
+        page.box(left, y, wide, 78, GOOD_TINT if good else BAD_TINT, GOOD if good else BAD, radius=8)
+        page.text(left + 12, y + 20, name, MONO, 12, MUTED)
+        page.text(left + 12, y + 46, fit(value, 19, wide - 20), MONO_BOLD, 19)
+        page.text(left + 12, y + 66, fit(note, 11.5, wide - 16), MONO, 11.5, MUTED)
 
 
-def draw_correlation(canvas: Canvas, evidence: Evidence) -> None:
-    """The PID as each file has it."""
-    smi = evidence.result["npu_smi"] or {}
+# ---- model_result.png -----------------------------------------------------------------------------------------------
 
-    def found(name: str, pattern: str) -> str:
-        match = re.search(pattern, evidence.texts.get(name, ""), re.MULTILINE | re.ASCII)
-        return match[1][:20] if match else ""
-
-    ours = shown(evidence.result["pid"])
-    listed = ours if smi.get("pid_found") is True and str(smi.get("pid_line")) in evidence.texts.get(SMI, "") else ""
-    if listed:
-        how = f"by {shown(smi.get('matched_by'))}"
-    else:
-        how = ": ".join(shown(smi[key]) for key in ("reason", "detail") if smi.get(key)) or "npu-smi was not called"
-    boxes = [(LOG, found(LOG, r"^\[inference\] pid\s*: (\d+)$"), "what it said it is"),
-             (RESULT, ours, "what it wrote at the end"),
-             (MARKER, found(MARKER, r"^NPU_READY_PID=(\d+)$"), "before the forward"),
-             (SMI, listed, how)]
-    x, y = canvas.card(156, "One process: its PID in each file")
-    gap = 36.0
-    wide = (INNER - 48 - 3 * gap) / 4
-    for index, (name, pid, note) in enumerate(boxes):
-        left, same = x + index * (wide + gap), pid == ours
-        canvas.box(left, y, wide, 84, GOOD_TINT if same else BAD_TINT, GOOD if same else BAD, radius=8)
-        canvas.text(left + 14, y + 23, name, MONO, 12.5, MUTED)
-        canvas.text(left + 14, y + 50, pid or "no PID", MONO_BOLD, 20 if len(pid) < 10 else 13, INK if same else BAD)
-        note = note if name in evidence.texts else "no such file in this run"
-        canvas.text(left + 14, y + 71, fit(note, SANS, 12, wide - 28), SANS, 12, MUTED)
-        if index:
-            canvas.text(left - gap / 2, y + 49, "=" if same else "≠", SANS_BOLD, 20, MUTED if same else BAD, "m")
+MAX_ROWS, MAX_BARS, MAX_KERNELS = 3, 8, 30  # of what is drawn; the rest is in the JSON
+LOW, HIGH = -7, 2  # of the scale of the relative error: powers of ten, in percent
 
 
-def npu_smi_block(text: str, line: str | None) -> tuple[str, list[str]]:
-    """The heading and the raw lines of the call that shows the process; else of the last `npu-smi info`."""
-    blocks: list[list[str]] = []
-    for row in text.split("\n"):
-        if row.startswith("# npu-smi "):
-            blocks.append([])
-        if blocks:
-            blocks[-1].append(row)
-    info = [block for block in blocks if block[0].startswith("# npu-smi info")]
-    with_line = [block for block in info if line and line in (row.strip() for row in block)]
-    chosen = (with_line or info or blocks or [[""]])[-1]
-    rows = [printable(row.rstrip()) for row in chosen[1:]]
-    while rows and not rows[-1]:
-        rows.pop()
-    return printable(chosen[0].removeprefix("# ")), rows
+class Choice(NamedTuple):
+    label: str
+    probability: float | None  # none of a Gaussian, which has a mean and a deviation
+    note: str
+    chosen: bool
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# model_result.png
-# ---------------------------------------------------------------------------------------------------------------------
-
-MAX_OBSERVATIONS, MAX_ROWS = 6, 10
+def choices_of(result: dict[str, Any], row: int) -> list[Choice]:
+    """The distribution of one row: a choice for each action, or for each number of `probs` or of `mean`."""
+    if result["mean"]:
+        columns = zip(*(flat(result[name][row]) for name in ("mean", "std", "env_action")), strict=False)
+        return [Choice(f"mean[{index}]", None, f"{mean:+.4f} ± {std:.4f}, to the environment {taken:+.4f}", False)
+                for index, (mean, std, taken) in enumerate(columns)]
+    discrete = result["action_space"]["type"] == "Discrete"
+    choices = []
+    for index, probability in enumerate(flat(result["probs"][row]) if result["probs"] else []):
+        chosen = discrete and index == result["action"][row]
+        note = number(probability) + (" ◀ chosen" if chosen else "")
+        choices.append(Choice(f"action {index}" if discrete else f"probs[{index}]", probability, note, chosen))
+    return choices
 
 
 def draw_answer(evidence: Evidence) -> bytes:
-    result, canvas = evidence.result, Canvas()
-    answers = result["action"] or []
-    canvas.header("What the model answered" if answers else "The model gave no answer", evidence)
-    canvas.failure(evidence)
-    for index in range(min(len(answers), MAX_OBSERVATIONS)):
-        draw_observation(canvas, result, index, max(result["rows"] or 0, len(answers)))
-    rows = max(result["rows"] or 0, len(answers))
-    if answers and rows > MAX_OBSERVATIONS:
-        canvas.text(WIDTH / 2, canvas.y + 6, f"… {rows - MAX_OBSERVATIONS} more observations in this run …", SANS, 14,
-                    MUTED, "m")
-        canvas.y += 32
-    draw_fields(canvas, result)
-    canvas.footer(evidence, [RESULT], "numbers are rounded here" if answers else "")
-    return canvas.png(evidence.simulated)
+    result = evidence.result
+    page = Page("What the model answered", evidence)
+    for row in range(min(MAX_ROWS, len(result["action"] or []))):
+        draw_row(page, result, row)
+    if evidence.part("reference"):
+        draw_errors(page, evidence.part("reference"))
+    if evidence.part("kernels"):
+        draw_kernels(page, evidence.part("kernels"))
+    page.grid(RESULT, result, "policy_class num_params params_match_checkpoint model_device input_device output_device "
+                              "bitwise_repeatable load_s forward_s")
+    return page.finish({RESULT: evidence.files[RESULT]})
 
 
-def draw_observation(canvas: Canvas, result: dict[str, Any], index: int, count: int) -> None:
-    """One observation: the action, the numbers beside it, and the distribution that it was taken from."""
-    bars = choices(result, index)
-    left_out = len(bars) - MAX_ROWS
-    if left_out > 0:  # the likeliest, in their order
-        bars = [bar for bar in bars if bar in sorted(bars, key=lambda bar: -bar.rank)[:MAX_ROWS]]
-    spread = max((abs(bar.value) + 2 * bar.std for bar in bars if bar.std is not None), default=0.0)
-    notes = [f"… {left_out} less likely or smaller in {RESULT}"] if left_out > 0 else []
-    if spread:
-        notes.append("dot mean, bar ± 1 std, line ± 2 std, → env_action")
-    height = max(158, 76 + 34 * len(bars) + 22 * len(notes))
-    title = "observation" if count == 1 else f"observation {index + 1} of {count}"
-    x, y = canvas.card(height)
-    wide = canvas.text(x, y + 10, title, SANS_BOLD, 15)
-    observation = shown((result["observation"] or [])[index:index + 1] or None)
-    observation = observation[1:-1] if observation.startswith("[[") else observation
-    canvas.text(x + wide + 14, y + 10, fit(observation, MONO, 13, INNER - 62 - wide), MONO, 13, MUTED)
-    y += 26
-    canvas.box(x, y, INNER - 48, 1, EDGE)
-    canvas.text(x, y + 28, "action", SANS, 13, MUTED)
-    action = flat(result["action"][index])
-    if len(action) == 1:
-        text = shown(action[0]) if isinstance(action[0], int) else number(action[0])
-        size = 40 if length(text, SANS_BOLD, 40) <= 118 else 22
-        canvas.text(x, y + 34 + size * 0.85, fit(text, SANS_BOLD, size, 118), SANS_BOLD, size, GOOD)
-    else:
-        parts = [shown(part) if isinstance(part, int) else number(part) for part in action]
-        for row, text in enumerate(elided(parts, max(4, round(1.4 * len(bars))))):
-            text = f"… {text} more" if isinstance(text, int) else f"[{row}] {text}"
-            canvas.text(x, y + 52 + row * 22, fit(text, MONO_BOLD, 14, 118), MONO_BOLD, 14, GOOD)
-    for row, name in enumerate(("value", "log_prob", "entropy")):
-        numbers = flat((result[name] or [])[index:index + 1])
-        canvas.text(x + 128, y + 28 + row * 30, name, SANS, 13, MUTED)
-        canvas.text(x + 302, y + 28 + row * 30, number(numbers[0]) if numbers else "-", MONO_BOLD, 14, INK, "r")
-    left, track = x + 428, 236.0 if spread else 300.0
-    for row, bar in enumerate(bars):
-        top = y + 14 + row * 34
-        canvas.text(left - 14, top + 15, fit(bar.label, MONO, 14, 92), MONO_BOLD if bar.chosen else MONO, 14, INK, "r")
-        canvas.box(left, top, track, 22, "#e9edf2", radius=4)
-        if bar.std is None:
-            canvas.box(left, top, max(3.0, track * min(1.0, max(0.0, bar.value))), 22, GOOD if bar.chosen else FAINT,
-                       radius=4)
-        else:
-            middle, unit = left + track / 2, track / 2 / (spread or 1.0)
-            canvas.box(middle, top, 1, 22, FAINT)
-            canvas.box(middle + (bar.value - 2 * bar.std) * unit, top + 10, 4 * bar.std * unit, 2, GOOD)
-            canvas.box(middle + (bar.value - bar.std) * unit, top + 7, 2 * bar.std * unit, 8, GOOD, radius=2)
-            canvas.box(middle + bar.value * unit - 6, top + 5, 12, 12, INK, CARD, radius=6)
-        canvas.text(left + track + 12, top + 16, bar.note, MONO_BOLD if bar.chosen else MONO, 14)
-    for row, note in enumerate(notes):
-        canvas.text(left, y + 28 + len(bars) * 34 + row * 22, note, SANS, 12.5, MUTED)
+def draw_row(page: Page, result: dict[str, Any], row: int) -> None:
+    """One observation, and what the policy does about it."""
+    choices, action = choices_of(result, row), flat(result["action"][row])
+    drawn = sorted(choices, key=lambda choice: not choice.chosen)[:MAX_BARS] if len(choices) > MAX_BARS else choices
+    y = page.card(166 + 32 * max(0, len(drawn) - 3), f"Observation {row + 1} of {result['rows']}",
+                  shown(flat(result["observation"][row])))
+    text = ", ".join(f"{part:.6g}" for part in action[:MAX_BARS])
+    page.text(LEFT, y + 20, "action", MONO, 14, MUTED)
+    for index, line in enumerate(wrap(text, 14, 136, 3)):
+        page.text(LEFT, y + (68 if len(text) < 4 else 46 + 21 * index), line, BOLD, 42 if len(text) < 4 else 14, GOOD)
+    for index, name in enumerate(("value", "log_prob", "entropy")):
+        value = number(flat(result[name][row])[0]) if result[name] else "-"
+        page.text(LEFT + 150, y + 20 + index * 32, name, MONO, 14, MUTED)
+        page.text(LEFT + 345, y + 20 + index * 32, value, MONO_BOLD, 14, anchor="right")
+    left, track = LEFT + 480, 210.0
+    for index, choice in enumerate(drawn):
+        top, face = y + 4 + index * 32, MONO_BOLD if choice.chosen else MONO
+        note = left if choice.probability is None else left + track + 14
+        page.text(left - 14, top + 16, fit(choice.label, 14, 100), face, 14, anchor="right")
+        page.text(note, top + 16, fit(choice.note, 14, RIGHT - note), face, 14)
+        if choice.probability is not None:
+            page.box(left, top, track, 22, TRACK, radius=4)
+            page.box(left, top, max(3, track * choice.probability), 22, GOOD if choice.chosen else FAINT, radius=4)
+    if len(drawn) < len(choices):
+        page.text(LEFT, y + 116, f"{len(drawn)} of {len(choices)} numbers are drawn", MONO, 13, MUTED)
 
 
-@dataclass
-class Bar:
-    """One probability, or the mean and standard deviation of one Gaussian."""
-
-    label: str
-    value: float
-    note: str
-    chosen: bool
-    std: float | None = None
-
-    @property
-    def rank(self) -> float:
-        return abs(self.value) + (1 if self.chosen else 0)
-
-
-def choices(result: dict[str, Any], index: int) -> list[Bar]:
-    action, space = flat(result["action"][index]), result["action_space"]
-    if result["mean"]:
-        gaussians = zip(*(flat(result[name][index]) for name in ("mean", "std", "env_action")), strict=True)
-        return [Bar(f"a[{part}]", mean, f"{mean:+.4f} ± {std:.4f} → {taken:+.4f}", False, std)
-                for part, (mean, std, taken) in enumerate(gaussians)]
-    probs = flat(result["probs"][index])
-    if space["type"] == "MultiBinary":
-        return [Bar(f"P(a[{part}]=1)", prob, f"{number(prob)} ◀ {taken:.0f}", bool(taken))
-                for part, (prob, taken) in enumerate(zip(probs, action, strict=True))]
-    sizes = space.get("nvec") or [len(probs)]  # MultiDiscrete: one distribution beside the other
-    bars: list[Bar] = []
-    for part, size in enumerate(sizes):
-        for choice in range(size):
-            chosen = action[part] == choice
-            label = f"a[{part}]={choice}" if len(sizes) > 1 else f"action {choice}"
-            bars.append(Bar(label, probs[len(bars)], number(probs[len(bars)]) + " ◀ chosen" * chosen, chosen))
-    return bars
+def draw_errors(page: Page, reference: dict[str, Any]) -> None:
+    """Each output's error against the float64 reference, on a scale that goes beyond one per cent."""
+    outputs, within = reference["outputs"], shown(reference["within_tolerance"])
+    y = page.card(112 + 26 * len(outputs), "Error against the float64 reference",
+                  f"within {reference['tolerance']:g}: {within} · within 1 %: {shown(reference['within_1_percent'])}"
+                  f" · equal actions: {100 * reference['action_agreement']:.6g} %")
+    begin, bottom = LEFT + 600, y + 24 + 26 * len(outputs)
+    unit = (RIGHT - begin) / (HIGH - LOW)
+    for x, text in ((250.0, "max abs error"), (410.0, "max rel error"), (570.0, "cosine")):
+        page.text(LEFT + x, y + 12, text, SANS, 13, MUTED, "right")
+    page.text(begin, y + 12, "max rel error, log scale", SANS, 13, MUTED)
+    for index, (name, errors) in enumerate(outputs.items()):
+        top, relative, cosine = y + 24 + 26 * index, errors["max_rel_error_percent"], errors["cosine"]
+        page.box(LEFT, top - 4, CONTENT, 1, TRACK, radius=0)
+        page.text(LEFT, top + 14, fit(printable(name), 14, 120), MONO, 14)
+        page.text(LEFT + 250, top + 14, f"{errors['max_abs_error']:.2e}", MONO_BOLD, 14, anchor="right")
+        page.text(LEFT + 410, top + 14, f"{relative:.2e} %", MONO_BOLD, 14, anchor="right")
+        page.text(LEFT + 570, top + 14, "-" if cosine is None else f"{cosine:.10f}", MONO, 14, anchor="right")
+        if relative > 0:
+            reach = min(HIGH, max(LOW + 0.1, math.log10(relative))) - LOW
+            page.box(begin, top + 2, reach * unit, 14, GOOD if relative <= 1 else BAD)
+    page.rule(LEFT, bottom + 2, 570)
+    page.box(begin - LOW * unit, y + 20, 1, bottom - y - 20, BAD, radius=0)
+    for power, text in ((-6, "1e-6 %"), (-4, "1e-4 %"), (-2, "0.01 %"), (0, "1 %"), (2, "100 %")):
+        page.text(begin + (power - LOW) * unit, bottom + 16, text, SANS, 12, BAD if power == 0 else MUTED,
+                  "right" if power == HIGH else "center")
 
 
-def draw_fields(canvas: Canvas, result: dict[str, Any]) -> None:
-    """The fields of the JSON that carry the claim, in two columns."""
-    checkpoint, versions, reference, cpu = (
-        result[name] or {} for name in ("checkpoint", "versions", "reference", "cpu_reference"))
-
-    def fields(names: str) -> list[tuple[str, Any]]:
-        return [(name, result.get(name)) for name in names.split()]
-
-    columns: tuple[list[tuple[str, list[tuple[str, Any]]]], ...] = (
-        [("Where it ran", fields("engine npu_device_name npu_device model_device input_device output_device "
-                                 "all_params_on_npu all_outputs_on_npu")),
-         ("Time", fields("load_s forward_s hold_seconds total_s"))],
-        [("What ran", [*fields("policy_class num_params source_revision"),
-                       ("checkpoint.sha256", checkpoint.get("sha256")), *((name, versions.get(name)) for name in (
-                           "torch", "torch_npu", "cann", "stable_baselines3"))]),
-         ("Outcome", [*fields("exit_code simulated params_match_checkpoint bitwise_repeatable"),
-                      *((f"{name}.within_tolerance", compared.get("within_tolerance"))
-                        for name, compared in (("reference", reference), ("cpu_reference", cpu)) if compared)])])
-    tall = max(sum(34 + 24 * len(pairs) for _, pairs in groups) for groups in columns)
-    x, top = canvas.card(tall + 64, RESULT)
-    wide = (INNER - 48 - 40) / 2
-    for column, groups in enumerate(columns):
-        left, y = x + column * (wide + 40), top + 4
-        for title, pairs in groups:
-            canvas.text(left, y + 14, title, SANS_BOLD, 13, GOOD)
-            y += 24
-            for key, value in pairs:
-                canvas.box(left, y, wide, 1, "#e9edf2")
-                used = canvas.text(left, y + 17, key, MONO, 13, MUTED)
-                text = fit(shown(value), MONO_BOLD, 13, wide - used - 16)
-                canvas.text(left + wide, y + 17, text, MONO_BOLD, 13, BAD if value is False and key != "simulated"
-                            else INK, "r")
-                y += 24
-            y += 10
+def draw_kernels(page: Page, kernels: dict[str, int]) -> None:
+    most, drawn = max(kernels.values()), list(kernels.items())[:MAX_KERNELS]
+    rows = math.ceil(len(drawn) / 3)
+    y = page.card(72 + 24 * rows, "Kernels of one pass on the device",
+                  f"by torch's profiler: {sum(kernels.values())} launches of {len(kernels)} kinds"
+                  + (f", {len(drawn)} of them drawn" if len(drawn) < len(kernels) else ""))
+    wide = (CONTENT + 30) / 3
+    for index, (name, count) in enumerate(drawn):
+        left, top = LEFT + index // rows * wide, y + index % rows * 24
+        page.text(left, top + 14, fit(printable(name), 13, 204), MONO, 13)
+        page.text(left + 226, top + 14, str(count), MONO_BOLD, 13, anchor="right")
+        page.box(left + 235, top + 4, (wide - 265) * count / most, 11, GOOD)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# modelagent_live_session.png
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- modelagent_live_session.png ------------------------------------------------------------------------------------
 
-ANSI = ("#5d6b7a", "#ff8a70", "#7fd3a8", "#ffd166", "#7db8ff", "#d3a6ff", "#6fd6e0", "#d6dee7",
-        "#8fa0b1", "#ffa994", "#a5e8c4", "#ffe08f", "#a8d0ff", "#e4c8ff", "#9be8ef", "#ffffff")
-SEQUENCE = re.compile(
-    r"\x1b\[(?P<args>[0-9;:?<=>]*)[ -/]*(?P<kind>[@-~])|\x1b[\]PX^_].*?(?:\x07|\x1b\\|$)|\x1b[ -/]+[0-~]|\x1b.|\x1b$",
-    re.DOTALL)
-Style = tuple[str, bool]  # colour, bold
-PLAIN: Style = (SCREEN_TEXT, False)
-MAX_COLUMNS, MAX_LINES = 120, 54
+SESSION_SIZE, SESSION_ROWS = 12.0, 98  # the picture is then at most twice as tall as wide
+OF_THE_LOG = re.compile(r"\[(inference|verify|note|npu|load|model|ready|forward|reference|published|error|final)\] ")
+LINE_COLOURS = {"$ ": CARD, "VALID": AMBER, "FAILED RUN": AMBER, "INVALID": SCREEN_BAD, "FAIL ": SCREEN_BAD,
+                "[error]": SCREEN_BAD, "Warning: ": SCREEN_DIM, "[W": SCREEN_DIM}  # the last two are torch_npu's
 
 
-class Terminal:
-    """Just enough of a terminal to show what its user saw: lines, the cursor, colours, erasing."""
-
-    def __init__(self, columns: int | None) -> None:
-        self.columns = columns
-        self.rows: list[list[tuple[str, Style]]] = [[]]
-        self.row = self.column = 0
-        self.fill, self.bold, self.dim = "", False, False
-
-    def feed(self, text: str) -> None:
-        at = 0
-        for match in SEQUENCE.finditer(text):
-            self.write(text[at:match.start()])
-            if match["kind"]:
-                self.control(match["kind"], match["args"])
-            at = match.end()
-        self.write(text[at:])
-
-    def write(self, text: str) -> None:
-        for character in text:
-            if character == "\n":
-                self.move(self.row + 1, 0)
-            elif character == "\r":
-                self.column = 0
-            elif character == "\b":
-                self.column = max(0, self.column - 1)
-            elif character == "\t":
-                self.column += 8 - self.column % 8
-            elif character >= " " and character != "\x7f":
-                for part in printable_character(character):
-                    self.put(part)
-
-    def put(self, character: str) -> None:
-        if self.columns and self.column >= self.columns:
-            self.move(self.row + 1, 0)
-        line = self.rows[self.row]
-        line.extend([(" ", PLAIN)] * (self.column + 1 - len(line)))
-        line[self.column] = (character, self.style())
-        self.column += 1
-
-    def style(self) -> Style:
-        return self.fill or (SCREEN_DIM if self.dim else SCREEN_TEXT), self.bold
-
-    def move(self, row: int, column: int) -> None:
-        self.row, self.column = max(0, row), min(max(0, column), 1000)
-        self.rows.extend([] for _ in range(min(self.row, 100_000) + 1 - len(self.rows)))
-        self.row = min(self.row, len(self.rows) - 1)
-
-    def control(self, kind: str, args: str) -> None:
-        numbers = [int(part) if part.isdecimal() else 0 for part in re.split("[;:]", args[:200])]
-        count = min(max(1, numbers[0]), 1000)
-        line = self.rows[self.row]
-        if kind == "m" and not args.startswith(("?", ">")):
-            self.colour(numbers)
-        elif kind in "AB":
-            self.move(self.row + (count if kind == "B" else -count), self.column)
-        elif kind in "CD":
-            self.move(self.row, self.column + (count if kind == "C" else -count))
-        elif kind == "G":
-            self.move(self.row, count - 1)
-        elif kind == "K":
-            if numbers[0] == 0:
-                del line[self.column:]
-            else:
-                end = self.column + 1 if numbers[0] == 1 else len(line)
-                line[:end] = [(" ", PLAIN)] * min(end, len(line))
-        elif kind == "P":
-            del line[self.column:self.column + count]
-        elif kind == "@":
-            line[self.column:] = [(" ", PLAIN)] * count + line[self.column:self.column + 1000]
-        elif kind == "J" and numbers[0] == 0:
-            del line[self.column:], self.rows[self.row + 1:]
-        elif kind == "J":  # `clear`: what was seen before stays part of the record
-            self.move(len(self.rows) - 1 + bool(self.rows[-1]), 0)
-
-    def colour(self, numbers: list[int]) -> None:
-        """The sixteen colours, bold and dim; of the rest only as much as it takes to step over it."""
-        codes = iter(numbers)
-        for code in codes:
-            if code == 0:
-                self.fill, self.bold, self.dim = "", False, False
-            elif code in (1, 2, 22):
-                self.bold, self.dim = code == 1, code == 2
-            elif code in (38, 48):
-                for _ in range({5: 1, 2: 3}.get(next(codes, 0), 0)):
-                    next(codes, 0)
-            elif 30 <= code <= 37 or 90 <= code <= 97:
-                self.fill = ANSI[code % 10 + (8 if code >= 90 else 0)]
-            elif code == 39:
-                self.fill = ""
-
-    def lines(self) -> list[list[tuple[str, Style]]]:
-        for line in self.rows:
-            while line and line[-1][0] == " ":
-                line.pop()
-        while self.rows and not self.rows[-1]:
-            self.rows.pop()
-        return self.rows
+def record(commands: list[str]) -> None:
+    """Run the commands in the project, and keep what they print, each below its prompt."""
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    text = ""
+    for command in commands:
+        print(f"$ {command}", flush=True)
+        done = subprocess.run(shlex.split(command), cwd=PROJECT, env=os.environ | {"PATH": search}, check=False,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        output = done.stdout.decode("utf-8", "replace")
+        print(output, end="")
+        text += f"$ {command}\n{output}"
+    TRANSCRIPT.write_text(text, "utf-8")
 
 
-def draw_session(evidence: Evidence, name: str, data: bytes) -> bytes:
+def check_session(evidence: Evidence, lines: list[str]) -> None:
+    """Refuse the session of another run, one with lines that the log does not have, and one without the verdict."""
+    logged = set(evidence.text(LOG).split("\n"))
+    shortened = evidence.result["observations"] is not None  # the rows of a file, on stdout
+    foreign = [line for line in lines if OF_THE_LOG.match(line) and line not in logged
+               and not (shortened and "..." in line)]
+    missing = {f"[inference] pid               : {evidence.result['pid']}", evidence.verdict}.difference(lines)
+    if foreign or missing:
+        problem = f"{LOG} does not have its line" if foreign else "it does not have the line"
+        raise Refused(f"{TRANSCRIPT.name} is not the session of this run: {problem} "
+                      f"{printable([*foreign, *missing][0])[:120]!r}; --record makes a run and its session")
+
+
+def draw_session(evidence: Evidence, data: bytes) -> bytes:
     text = data.decode("utf-8", "replace")
-    pid = evidence.result["pid"]
-    if not re.search(rf"(?m)(?:^\[inference\] pid\s*: |NPU_READY_PID=){pid}\b", text):
-        raise Refused(f"{name}: not the session of this run: PID {pid} does not log its start in it")
-    header = re.match(r"Script started on [^\n]*\n", text)
-    columns = re.search(r'COLUMNS="(\d{2,3})"', header[0]) if header else None
-    text = text[header.end():] if header else text
-    terminal = Terminal(int(columns[1]) if columns else None)
-    terminal.feed(re.sub(r"\n?Script done on [^\n]*\n?$", "", text))
-    lines = terminal.lines()
-    prompt = re.compile(r"^\S{0,60}[$#] \S")  # what a command printed is cut in its middle, never a whole command
-    starts = [index for index, line in enumerate(lines) if prompt.match("".join(cell[0] for cell in line[:64]))]
-    rows: list[list[Run] | int] = []
-    for begin, end in zip([0, *starts], [*starts, len(lines)], strict=True):
-        block = [part for line in lines[begin:end] for part in wrapped(line)]
-        rows += [part if isinstance(part, int) else runs(part) for part in elided(block, MAX_LINES)]
-    canvas = Canvas()
-    canvas.header("The session, as it was recorded", evidence)
-    canvas.failure(evidence)
-    widest = max((part.column + len(part.text) for row in rows if not isinstance(row, int) for part in row), default=0)
-    canvas.screen(f"terminal · {printable(name)}", max(80, widest), elided(rows, 400))
-    evidence.digests[name] = hashlib.sha256(data).hexdigest()
-    canvas.footer(evidence, [name, RESULT])
-    return canvas.png(evidence.simulated or "SIMULATED" in text)
+    check_session(evidence, text.split("\n"))
+    blocks = [block.rstrip("\n").split("\n") for block in re.split(r"^(?=\$ )", text, flags=re.MULTILINE) if block]
+    rows: list[tuple[str, str]] = []
+    for index in reversed(range(len(blocks))):  # the last is short and complete; the first gets what is left
+        printed = [row for line in blocks[index] for row in session_rows(line)]
+        kept = elided([row for row, _ in printed], max(8, (SESSION_ROWS - len(rows)) // (index + 1)))
+        rows = [(row, printed[at][1] if at >= 0 else AMBER) for at, row in kept] + rows
+    page = Page("The session, as recorded", evidence)
+    page.screen(f"terminal · assets/{TRANSCRIPT.name}", SESSION_SIZE, rows, [])
+    return page.finish({TRANSCRIPT.name: data, RESULT: evidence.files[RESULT]}, at_least=WIDTH / 2)
 
 
-def wrapped(line: list[tuple[str, Style]]) -> list[list[tuple[str, Style]]]:
-    """A line of the terminal in lines of the picture; one that is far too long is cut with a mark."""
-    if len(line) <= MAX_COLUMNS:
-        return [line]
-    indent: list[tuple[str, Style]] = [("↳", (SCREEN_DIM, False)), (" ", PLAIN)]
-    parts, rest = [line[:MAX_COLUMNS]], line[MAX_COLUMNS:]
-    while rest and len(parts) < 5:
-        parts.append(indent + rest[:MAX_COLUMNS - 2])
-        rest = rest[MAX_COLUMNS - 2:]
-    if rest:
-        parts[-1][-1] = ("…", (AMBER, True))
-    return parts
+def session_rows(line: str) -> list[tuple[str, str]]:
+    """A line of the session in rows of the picture, and their colour."""
+    colours = [colour for prefix, colour in LINE_COLOURS.items() if line.startswith(prefix)]
+    colour = colours[0] if colours else AMBER if "SIMULATED" in line else SCREEN_TEXT
+    return [(row, colour) for row in wrap(printable(line.expandtabs()), SESSION_SIZE, CONTENT, 3, " " * 10)]
 
 
-def runs(line: list[tuple[str, Style]]) -> list[Run]:
-    out: list[Run] = []
-    for column, (character, (fill, bold)) in enumerate(line):
-        if out and (out[-1].fill, out[-1].bold) == (fill, bold):
-            out[-1].text += character
-        else:
-            out.append(Run(column, character, fill, bold))
-    return out
+# ---- the whole ------------------------------------------------------------------------------------------------------
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The whole
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.render.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def refresh_sums(pictures: dict[str, bytes]) -> None:
-    """The lines of these pictures in the project's SHA256SUMS; every other line stays as it is."""
+def refresh_sums(files: dict[str, bytes]) -> None:
+    """The lines of these files of assets/ in the project's SHA256SUMS; every other line stays as it is."""
     sums = PROJECT / "SHA256SUMS"
-    if not sums.exists():
-        return
-    lines = {f"assets/{name}": f"{hashlib.sha256(data).hexdigest()}  assets/{name}" for name, data in pictures.items()}
+    lines = {f"assets/{name}": f"{hashlib.sha256(data).hexdigest()}  assets/{name}" for name, data in files.items()}
     kept = [lines.pop(line[66:], line) for line in sums.read_text("utf-8").splitlines()]
-    replace_file(sums, "".join(line + "\n" for line in [*kept, *lines.values()]).encode())
+    sums.write_text("".join(line + "\n" for line in [*kept, *lines.values()]), "utf-8")
+
+
+def draw(args: argparse.Namespace) -> None:
+    if args.record is not None:
+        record(args.record or COMMANDS)
+    evidence = read_evidence(args.logs)
+    pictures = {"agent_workflow.png": draw_workflow(evidence), "npu_device_call.png": draw_device(evidence),
+                "model_result.png": draw_answer(evidence)}
+    if args.logs.resolve() == LOGS:
+        pictures["modelagent_live_session.png"] = draw_session(evidence, TRANSCRIPT.read_bytes())
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, data in pictures.items():
+        (args.out / name).write_bytes(data)
+        print(f"{name}: drawn")
+    if args.out.resolve() == ASSETS:
+        sources = {path.name: path.read_bytes() for path in (Path(__file__), TRANSCRIPT) if path.exists()}
+        refresh_sums(sources | pictures)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("render.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--logs", metavar="DIR", type=Path, default=PROJECT / "logs",
-                        help="the evidence (default: logs of the project)")
-    parser.add_argument("--session", metavar="FILE", type=Path, help="the transcript of a terminal session of this run")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=ASSETS,
-                        help="where the pictures go (default: assets of the project)")
+    parser.add_argument("--record", metavar="COMMAND", nargs="*", help="first run these commands, and record them")
+    parser.add_argument("--logs", metavar="DIR", type=Path, default=LOGS, help="the evidence (default: logs)")
+    parser.add_argument("--out", metavar="DIR", type=Path, default=ASSETS, help="for the pictures (default: assets)")
     args = parser.parse_args()
+    matplotlib.rcdefaults()  # whatever the user's matplotlibrc says
     try:
-        evidence = read_evidence(args.logs)
-        pictures = {WORKFLOW: draw_workflow(evidence), DEVICE: draw_device(evidence), ANSWER: draw_answer(evidence)}
-        if args.session:
-            pictures[SESSION] = draw_session(evidence, args.session.name, read_file(args.session, MAX_SESSION_BYTES))
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name, data in pictures.items():
-            replace_file(args.out / name, data)
-            print(f"{name}: drawn")
-        if args.out.resolve() == ASSETS:
-            refresh_sums(pictures)
-    except Refused as error:
+        draw(args)
+    except (Refused, OSError) as error:
         print(f"render.py: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"render.py: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-        return 1
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        # what --check lets pass in the evidence of a failed run need not be of any shape
-        print(f"render.py: {RESULT}: cannot be drawn ({type(error).__name__}: {error})", file=sys.stderr)
-        return 1
-    if not args.session and (args.out / SESSION).exists():
-        print(f"{SESSION}: left as it is; --session FILE draws it")
     return 0
 
 

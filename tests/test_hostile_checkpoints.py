@@ -1,36 +1,32 @@
 """A checkpoint is untrusted input: none of these files runs code, exhausts the machine, or passes for a good run.
 
-Each is handed over with its own SHA256, so that the digest protects nothing. A file is refused with exit 3 or 5 and a
-message that names the fault, or it is loaded and its outputs equal those that hostile.py computes from its weights.
+Hundreds more meet the reader alone in test_reader.py; here a few of each kind go through the command line, and both
+processes report what was done to them. Each file is handed over with its own SHA256, so that the digest protects
+nothing. It is refused with exit 3 and one line that names the fault, or it is loaded and its outputs equal those that
+hostile.py computes from its weights.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import json
 import os
 import re
 import socket
-import sys
-import types
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-from harness import attacks, hostile, support
+from harness import attacks, evidence, faults, hostile, support
 
 OBSERVATIONS = np.random.default_rng(3).uniform(-1, 1, (3, 4)).astype(np.float32)
-MORE_KIB = 1 << 20  # over a normal run
-MORE_SECONDS = 10
-LONGEST_MESSAGE = 2000
+MORE_KIB = 512 << 10  # over a normal run
+MORE_SECONDS = 2
+LONGEST_MESSAGE = 1000
 OUR_MODULES = {"encodings.unicode_escape"}  # with which the program makes text printable
 
 
@@ -41,33 +37,39 @@ class Run:
     stderr: str
     log: str
     result: dict[str, Any]
-    report: dict[str, Any]  # see watched.py
+    reports: list[dict[str, Any]]  # of the worker and of the supervisor; see watched.py
 
 
 @pytest.fixture(scope="module")
-def run(cli, tmp_path_factory):
-    """Runs a checkpoint in a process of its own that reports what happened to it."""
+def run(cli, tmp_path_factory) -> Callable[..., Run]:
+    """Runs a checkpoint in processes of its own that report what happened to them."""
     directory = tmp_path_factory.mktemp("hostile")
+    quick = faults.quick_npu_smi(directory / "bin")
 
-    def run(content: bytes, observe: bool) -> Run:
+    def run(content: bytes, observe: bool = True) -> Run:
         path, report, logs = directory / "hostile.zip", directory / "report.json", directory / "logs"
+        reports = [report, report.with_name("report.json.supervisor")]
         path.write_bytes(content)
-        report.unlink(missing_ok=True)
+        for each in reports:
+            each.unlink(missing_ok=True)
         arguments = ["--checkpoint", path, "--sha256", hashlib.sha256(content).hexdigest(), "--log-dir", logs]
-        arguments += ["--hold-seconds", 0]
         if observe:
             arguments += ["--observation", json.dumps(OBSERVATIONS.tolist())]
         done = cli(
             *arguments,
+            "--hold-seconds",
+            0,
             timeout=60,
             rlimits={"RLIMIT_DATA": 6 << 30},  # should a bomb go off, the machine survives it
             script=support.PROJECT / "tests/harness/watched.py",
-            env={"WATCHED_REPORT": str(report)},
+            env={**quick, "WATCHED_REPORT": str(report)},
         )
         path.unlink()
-        assert report.exists(), f"the process ended with {done.code} before it could report\n{done.stderr}"
-        log = (logs / "npu_inference.log").read_text(encoding="utf-8")
-        return Run(content, done.code, done.stderr, log, support.read_result(logs), json.loads(report.read_text()))
+        assert evidence.problems(done, logs) == [], done.stderr
+        assert report.exists(), f"the worker ended with {done.code} before it could report\n{done.stderr}"
+        log = (logs / evidence.LOG).read_text(encoding="utf-8")
+        return Run(content, done.code, done.stderr, log, support.read_result(logs),
+                   [json.loads(each.read_text()) for each in reports if each.exists()])  # fmt: skip
 
     return run
 
@@ -75,7 +77,7 @@ def run(cli, tmp_path_factory):
 @pytest.fixture(scope="module")
 def honest(run) -> Run:
     """A run of the stand-in itself: what is normal."""
-    done = run(hostile.standin(), observe=True)
+    done = run(hostile.standin())
     assert_right(done)
     return done
 
@@ -89,13 +91,11 @@ def assert_right(done: Run) -> None:
         np.testing.assert_allclose(np.asarray(done.result[name]), values, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-def assert_refused(done: Run, refusal: str) -> None:
-    """It was refused, and the message names the fault: in one line without control characters, of bearable length."""
-    assert done.code in (3, 5), done.stderr[-2000:]
+def assert_refused(done: Run) -> None:
+    """The message names the fault: in one line without control characters, of bearable length."""
+    assert done.code == done.result["exit_code"] == 3, done.stderr[-2000:]
     error = done.result["error"]
-    assert done.result["exit_code"] == done.code
-    assert error["stage"] in ("verify", "load")
-    assert re.search(refusal, error["message"]), error["message"]
+    assert (error["stage"], error["type"]) == ("verify", "CheckpointRejected")
     for text in (error["message"], *(line for line in done.stderr.split("\n") if line.startswith("inference.py:"))):
         assert text.isprintable()
         assert len(text) < LONGEST_MESSAGE
@@ -104,77 +104,83 @@ def assert_refused(done: Run, refusal: str) -> None:
 
 
 def assert_harmless(done: Run, honest: Run) -> None:
-    """It ran nothing, imported nothing, changed nothing in its process, and cost no more than it may."""
+    """It ran nothing, imported nothing, changed nothing in either process, and cost no more than it may."""
     assert "Traceback" not in done.stderr
-    report = done.report
-    assert report["events"] == []
-    assert set(report["modules"]) - set(honest.report["modules"]) <= OUR_MODULES
-    assert report["environment"].items() <= honest.report["environment"].items()
-    assert report["generators"] == report["generators_before"]
-    assert report["peak_kib"] < honest.report["peak_kib"] + MORE_KIB
-    assert report["cpu_s"] < honest.report["cpu_s"] + MORE_SECONDS
+    for report, normal in zip(done.reports, honest.reports, strict=True):
+        assert set(report["events"]) <= set(normal["events"])  # of the archive that the program writes
+        assert set(report["modules"]) - set(normal["modules"]) <= OUR_MODULES
+        assert report["environment"].items() <= normal["environment"].items()
+        for name in ("numpy", "torch"):  # Python seeds its own anew in a process that is forked
+            assert report["generators"][name] == report["generators_before"][name]
+        assert report["peak_kib"] < normal["peak_kib"] + MORE_KIB
+        assert report["cpu_s"] < normal["cpu_s"] + MORE_SECONDS
 
 
 @pytest.fixture
 def attack(run, honest, cli):
-    """Runs a checkpoint: with a refusal it must be refused and name that, without it may give the right outputs too."""
-
-    def attack(content: bytes, refusal: str | None = None) -> Run:
-        # Where a refusal is certain, no observation: else one that does not fit would be what is refused.
-        done = run(content, observe=refusal is None)
+    def attack(content: bytes) -> Run:
+        done = run(content)
         assert_harmless(done, honest)
         assert not list(cli.project.glob(f"{attacks.MARKER}*"))
-        if refusal is None and done.code == 0:
-            assert_right(done)
-        else:
-            assert_refused(done, refusal or ".")
         return done
 
     return attack
 
 
-def kinds_of(group: dict[str, attacks.Attack]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("kind", group.values(), ids=map(ascii, group))
+REFUSED = {
+    "ARCHIVES": ("an archive of nothing", "a wrong CRC"),
+    "TEXTS": ("objects 100,000 deep",),
+    "SPACES": ("observation of dtype object",),
+    "POLICIES": ("a megabyte of escape sequences", "a forged line of the log"),
+    "PICKLES": ("a call of os.system in policy.pth", "a call by STACK_GLOBAL in a state dict"),
+    "WEIGHTS": ("a tensor of 2^62 elements of stride 0", "NaN among them", "others for torch than for zipfile"),
+    "BOMBS": ("policy.pth of 1 GiB", "a record of 1 GiB", "60 million empty lists in a pickle"),
+}
 
 
-@kinds_of(attacks.ARCHIVES)
-def test_an_archive_that_sb3_does_not_write_is_refused(attack, kind):
-    attack(kind.make(), kind.refusal)
+@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in REFUSED.items() for name in names])
+def test_a_hostile_file_is_refused_by_a_run(attack, group, name):
+    assert_refused(attack(getattr(attacks, group)[name]()))
 
 
-@kinds_of(attacks.TEXTS)
-def test_data_that_is_no_json_object_is_refused(attack, kind):
-    attack(kind.make(), kind.refusal)
+@pytest.mark.parametrize("name", ["pickles with a marker in every value", "schedules of no Python", "attributes of a model",
+                                  "weights of no device", "a weight stored by columns", "binary texts"])  # fmt: skip
+def test_an_odd_file_gives_the_outputs_of_its_weights(attack, name):
+    assert_right(attack(attacks.ODD[name]()))
 
 
-@kinds_of(attacks.SPACES | attacks.POLICIES)
-def test_a_value_that_describes_no_such_policy_is_refused_by_name(attack, kind):
-    attack(kind.make(), kind.refusal)
+def renamed_and_deflated() -> bytes:
+    """As torch before 1.8 named its records, by addresses of memory, and with members that somebody has packed."""
+    weights = hostile.standin_weights()
+    entries, records = {}, {}
+    for number, (name, array) in enumerate(weights.items()):
+        key = str(94_593_068_362_000 + 1_040 * number)
+        entries[name] = hostile.tensor(hostile.storage(key, array.size), array.shape)
+        records[f"data/{key}"] = array.tobytes()
+    old = hostile.members(hostile.with_pth("policy.pth", hostile.ordered(entries), records))
+    return hostile.archive([hostile.Member(name, content, method=8) for name, content in old.items()])
 
 
-@kinds_of(attacks.PICKLES)
-def test_no_pickle_in_a_pth_runs(attack, kind):
-    attack(kind.make(), kind.refusal)
+def test_an_old_file_that_was_packed_again_gives_the_outputs_of_its_weights(attack):
+    done = attack(renamed_and_deflated())
+    assert_right(done)
+    assert done.result["num_params"] == 9155
 
 
-@kinds_of(attacks.WEIGHTS)
-def test_weights_that_are_not_the_policys_are_refused(attack, kind):
-    attack(kind.make(), kind.refusal)
+def test_what_was_trained_with_vec_normalize_is_said_so(attack):
+    done = attack(hostile.with_data(_last_original_obs={":type:": "<class 'numpy.ndarray'>", ":serialized:": "QUJD"}))
+    assert_right(done)
+    [note] = done.result["notes"]
+    assert re.search("VecNormalize.*normalised", note)
+    assert f"[note]    {note}\n" in done.log
 
 
-@kinds_of(attacks.OPTIMIZERS)
-def test_a_structure_that_is_a_trap_to_walk_is_refused(attack, kind):
-    attack(kind.make(), kind.refusal)
-
-
-@kinds_of(attacks.BOMBS)
-def test_a_file_that_grows_is_refused_before_it_does(attack, kind):
-    attack(kind.make(), kind.refusal)
-
-
-@pytest.mark.parametrize("make", attacks.ODD.values(), ids=attacks.ODD)
-def test_an_odd_file_gives_the_outputs_of_its_weights_or_none(attack, make):
-    attack(make())
+@pytest.mark.parametrize("make", attacks.OVERFLOWS.values(), ids=attacks.OVERFLOWS)
+def test_finite_weights_whose_outputs_are_not_fail_in_the_forward(run, honest, make):
+    done = run(make())
+    assert_harmless(done, honest)
+    assert (done.code, done.result["exit_code"], done.result["error"]["stage"]) == (6, 6, "forward")
+    assert "infinite" in done.result["error"]["message"]
 
 
 def test_no_pickle_in_data_runs_in_a_process_that_starts_cold(cli, tmp_path):
@@ -188,40 +194,10 @@ def test_no_pickle_in_data_runs_in_a_process_that_starts_cold(cli, tmp_path):
     assert not list(cli.project.glob(f"{attacks.MARKER}*"))
 
 
-@pytest.mark.parametrize("make", attacks.OVERFLOWS.values(), ids=attacks.OVERFLOWS)
-def test_finite_weights_whose_outputs_are_not_fail_in_the_forward(run, honest, make):
-    done = run(make(), observe=True)
-    assert_harmless(done, honest)
-    assert (done.code, done.result["exit_code"], done.result["error"]["stage"]) == (6, 6, "forward")
-    assert "infinite" in done.result["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        ("observation_space", ":type:"),
-        ("observation_space", "dtype"),
-        ("action_space", "n"),
-        ("policy_class", "__init__"),
-        ("policy_kwargs", "net_arch"),
-        ("policy_kwargs", "x"),
-    ],
-)
-def test_nesting_that_is_just_too_deep_for_something_is_refused(program, verified, place):
-    """What json.loads still takes may be too much for str(), a few calls further down."""
-    refused = 0
-    key, name = place
-    text = hostile.members(hostile.with_entry(key, **{name: "@"}))["data"]
-    for depth in range(900, 1000):
-        nested = text.replace(b'"@"', b"[" * depth + b"]" * depth)
-        refused += isinstance(verified(hostile.checkpoint({"data": nested})), program.CheckpointRejected)
-    assert refused == 100
-
-
 def test_the_watcher_sees_what_a_pickle_could_do(cli, tmp_path):
     """Else `assert_harmless` would assert nothing."""
     (tmp_path / "inference.py").write_text("""
-import os, pickle, random
+import os, pickle, random, sys
 def main():
     pickle.loads(b"cthis_module_of_the_test\\nname\\n.")
     import numpy, torch
@@ -229,14 +205,15 @@ def main():
     os.environ["CHANGED"] = "1"
     os.system("true")
     bytearray(1 << 29)
-    os._exit(0)
+    return 0
 """)
     (tmp_path / "this_module_of_the_test.py").write_text("name = 1")
     report = tmp_path / "report.json"
     script = support.PROJECT / "tests/harness/watched.py"
     done = cli(cwd=tmp_path, script=script, env={"WATCHED_REPORT": str(report)})
     assert done.code == 0, done.stderr
-    seen = json.loads(report.read_text())
+    [path] = tmp_path.glob("report.json*")
+    seen = json.loads(path.read_text())
     assert [event.split()[0] for event in seen["events"]] == ["pickle.find_class", "os.system"]
     assert "this_module_of_the_test" in seen["modules"]
     assert seen["environment"] == {"CHANGED": "1"}
@@ -244,109 +221,7 @@ def main():
     assert seen["peak_kib"] > 1 << 19
 
 
-def test_the_honest_file_is_not_refused(honest):
-    """Else nothing here would mean anything."""
-    assert honest.code == 0
-    assert honest.report["events"] == []
-
-
-# Damage at every place: stage verify alone, in this process
-
-
-@pytest.fixture(scope="module")
-def program() -> Iterator[types.ModuleType]:
-    spec = importlib.util.spec_from_file_location("inference_under_test", support.PROJECT / "inference.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture
-def verified(program, tmp_path):
-    """What stage verify makes of these bytes: the checkpoint, or its refusal."""
-    path = tmp_path / "damaged.zip"
-
-    def verified(content: bytes) -> Any:
-        path.write_bytes(content)
-        args = argparse.Namespace(checkpoint=str(path), sha256=hashlib.sha256(content).hexdigest())
-        try:
-            return program.verify(args, mock.MagicMock(result={}))
-        except program.CheckpointRejected as refusal:
-            return refusal
-
-    return verified
-
-
-def seams(content: bytes) -> list[int]:
-    """Where the parts of an archive, and of the archives in it, begin and end, and a byte to each side."""
-    signatures = (b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\7\10")
-    starts = [match.start() for match in re.finditer(b"|".join(map(re.escape, signatures)), content)]
-    with zipfile.ZipFile(support.PROJECT / support.STANDIN) as archive:
-        starts += [info.header_offset + 30 + len(info.filename) for info in archive.infolist()]
-    return sorted({place + by for place in [0, *starts, len(content)] for by in (-1, 0, 1)} & set(range(len(content))))
-
-
-def test_a_file_cut_anywhere_is_refused(program, verified):
-    whole = hostile.standin()
-    assert not isinstance(verified(whole), BaseException)
-    cuts = sorted({*seams(whole), *range(0, len(whole), 1009), *range(len(whole) - 25, len(whole))})
-    assert len(cuts) > 150
-    assert [cut for cut in cuts if not isinstance(verified(whole[:cut]), program.CheckpointRejected)] == []
-
-
-@pytest.mark.parametrize("cut", [0, 22, 15_000, 60_000, 139_000])
-def test_a_file_cut_anywhere_is_refused_by_a_run(cli, tmp_path, cut):
-    path = tmp_path / "cut.zip"
-    path.write_bytes(hostile.standin()[:cut])
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    done = cli.cold("--checkpoint", path, "--sha256", digest, "--log-dir", tmp_path / "logs")
-    assert done.code == support.read_result(tmp_path / "logs")["exit_code"] == 3
-    assert done.stderr.count("\n") == 1
-    assert "zip" in done.stderr
-
-
-def test_a_flipped_bit_is_refused_or_of_no_consequence(program, verified):
-    """In every header, and at places in between. The checksums of the archive are left as they are."""
-    whole = hostile.standin()
-    honest = verified(whole)
-    places = sorted({*seams(whole), *range(0, len(whole), 1511), *range(len(whole) - 400, len(whole))})
-    survivors = []
-    for place in places:
-        damaged = bytearray(whole)
-        damaged[place] ^= 1 << place % 8
-        outcome = verified(bytes(damaged))
-        if not isinstance(outcome, program.CheckpointRejected) and differs(outcome, honest):
-            survivors.append(place)
-    assert survivors == []
-
-
-def differs(checkpoint: Any, other: Any) -> bool:
-    """Two verified checkpoints, all but the bytes that they were read from."""
-    mine, others = (dataclasses.replace(each, raw=b"") for each in (checkpoint, other))
-    return bool(mine != others)
-
-
-def flipped(member: str, place: int) -> bytes:
-    """The stand-in with a bit of a member flipped, and the checksum corrected."""
-    content = bytearray(hostile.members()[member])
-    content[place % len(content)] ^= 1 << place % 8
-    return hostile.checkpoint({member: bytes(content)})
-
-
-FLIPS = [(member, int(place)) for member, count in (("policy.pth", 30), ("data", 15), ("policy.optimizer.pth", 5))
-         for place in np.random.default_rng(7).integers(0, 1 << 30, count)]  # fmt: skip
-
-
-@pytest.mark.parametrize(("member", "place"), FLIPS)
-def test_a_flipped_bit_behind_a_corrected_checksum_gives_what_the_file_says_or_nothing(attack, member, place):
-    attack(flipped(member, place))
-
-
-# What is no file of reasonable size
+# What is not a file of reasonable size
 
 
 @contextlib.contextmanager
@@ -356,13 +231,13 @@ def bound_socket(path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "kind", ["directory", "fifo", "device", "loop", "dangling", "missing", "huge", "socket", "no-permission"]
-)
-def test_what_is_no_checkpoint_file_is_refused_at_once(cli, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["empty", "directory", "fifo", "device", "loop", "dangling", "missing", "huge", "socket"])
+def test_what_is_not_a_checkpoint_file_is_refused_at_once(cli, tmp_path, kind):
     path = tmp_path / kind
     with contextlib.ExitStack() as stack:
         match kind:
+            case "empty":
+                path.touch()
             case "directory":
                 path.mkdir()
             case "fifo":
@@ -378,11 +253,8 @@ def test_what_is_no_checkpoint_file_is_refused_at_once(cli, tmp_path, kind):
                     file.truncate(1 << 40)
             case "socket":
                 stack.enter_context(bound_socket(path))
-            case "no-permission":
-                if os.geteuid() == 0:
-                    pytest.skip("root may read everything")
-                path.touch(mode=0)
-        done = cli("--checkpoint", path, "--sha256", "0" * 64, "--log-dir", tmp_path / "logs", timeout=30)
+        digest = hashlib.sha256(b"").hexdigest()
+        done = cli.cold("--checkpoint", path, "--sha256", digest, "--log-dir", tmp_path / "logs", timeout=30)
     assert done.code == support.read_result(tmp_path / "logs")["exit_code"] == 3
-    assert path.name in done.stderr
-    assert "Traceback" not in done.stderr
+    assert path.name in done.stderr or kind == "empty"
+    assert done.stderr.count("\n") == 1

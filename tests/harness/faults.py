@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import runpy
 import time
 from pathlib import Path
+from typing import Any
 
 from harness import support
 
 _numbers = itertools.count()
 
-# Patches. Each is code that runs before main(), with the program in reach as `inference`.
-STALLED = "stalled"  # what a stalled program prints
+
+def program() -> dict[str, Any]:
+    """The functions of inference.py, for what they know of a checkpoint."""
+    return runpy.run_path(str(support.PROJECT / "inference.py"))
 
 
-def stall(function: str) -> str:
-    """The program says so and then sleeps, for ever, when it calls this function of its own."""
-    return f"""
-stdout = os.dup(1)  # the program keeps what is printed while a device is at work
-def stall(*args, **kwargs):
-    os.write(stdout, {STALLED.encode()!r})
-    while True:
-        time.sleep(1)
-inference.{function} = stall
-"""
+# Patches: code that runs before main(), with the program in reach as `inference`, and counts in both its processes.
 
 
 def during(function: str, statement: str) -> str:
@@ -73,14 +68,29 @@ def wait_for_hang(trace: Path, process: support.Process, patience: float = 60) -
 
 
 def quick_npu_smi(directory: Path) -> dict[str, str]:
-    """The environment in which npu-smi is a shell script that lists its caller: two interpreters less to start."""
+    """The environment in which npu-smi is a shell script: an interpreter less to start.
+
+    It lists those children of its caller, the supervisor, that hold the simulated device: each keeps the file open by
+    which the simulator's own npu-smi finds it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     script = directory / "npu-smi"
-    script.write_text(
-        '#!/bin/sh\n[ "$1" = info ] || { echo "npu-smi version: 25.5.1"; exit; }\n'
-        'echo "| npu-smi 25.5.1    Version: 25.5.1 |"\n'
-        'echo "| NPU     Chip | Process id | Process name | Process memory(MB) |"\n'
-        'echo "| 0       0    | $PPID      | python3      | 2                  |"\n'
-    )
+    script.write_text(f"""#!/bin/sh
+[ "$1" = info ] || exit 1
+echo "| npu-smi 25.5.1    Version: 25.5.1 |"
+echo "| NPU     Chip | Process id | Process name | Process memory(MB) |"
+registry=${{XDG_RUNTIME_DIR:-/dev/shm}}
+[ -w "$registry" ] || registry=/tmp
+read -r children </proc/$PPID/task/$PPID/children
+for pid in $children; do
+  for file in /proc/$pid/fd/*; do
+    if [ "$file" -ef "$registry/cannsim-{os.geteuid()}/$pid.0" ]; then
+      echo "| 0       0    | $pid      | python3      | 2                  |"
+      break
+    fi
+  done
+done
+exit 0
+""")
     script.chmod(0o755)
     return {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}

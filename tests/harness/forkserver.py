@@ -2,8 +2,8 @@
 
 Importing them takes seconds, a run of the program on the simulated NPU a fraction of one. So this server imports them
 once, without touching the device, and forks a process for each case. The child takes on the case's environment,
-working directory and files and then executes the program as `__main__`; its exit, and everything that torch_npu does at
-exit, is the interpreter's own.
+working directory and files and then executes the program as `__main__`; the exit of a process that has taken the
+device, and everything that torch_npu does then, is the interpreter's own.
 
     python forkserver.py FD     FD: one end of a SOCK_SEQPACKET pair
 
@@ -13,8 +13,10 @@ writes the child's PID and, when it has ended, its wait status, a line each. The
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -24,6 +26,8 @@ import select
 import signal
 import socket
 import sys
+import termios
+import threading
 import types
 from typing import Any
 
@@ -93,6 +97,8 @@ def run(case: dict[str, Any]) -> None:
     os.chdir(case["cwd"])
     os.environ.clear()
     os.environ.update(case["env"])
+    if case["terminal"]:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # the controlling terminal of the session that was begun above
     for name, limit in case["rlimits"].items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
 
@@ -104,7 +110,29 @@ def run(case: dict[str, Any]) -> None:
     sys.modules["__main__"] = main
     with open(script, encoding="utf-8") as file:
         source = file.read()
-    exec(compile(source, script, "exec"), main.__dict__)
+    try:
+        exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
+    except SystemExit as end:
+        if type(end.code) not in (int, types.NoneType):
+            raise
+        leave(end.code or 0)
+    leave(0)
+
+
+def leave(code: int) -> None:
+    """Ends a process that has not touched the device without taking all of torch down, which takes longer than a run.
+
+    A supervisor started from a shell has nothing of torch to take down either. What is registered to run at the exit
+    runs. In a process that has taken the device the interpreter ends as it always does.
+    """
+    if not sys.modules["torch"].npu.is_initialized():
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):  # then the interpreter says so at its own end
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+            os._exit(code & 0xFF)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import itertools
 import json
 import os
 import resource
@@ -15,11 +17,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
+
+from harness.terminal import Terminal
 
 PROJECT = Path(__file__).resolve().parents[2]
 STANDIN = "tests/data/standin-ppo-seals-CartPole-v0.zip"  # relative to the project
@@ -44,6 +49,8 @@ def project_copy(directory: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy2(PROJECT / name, directory)
     shutil.copytree(PROJECT / "tests/data", directory / "tests/data")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copy2(PROJECT / "tests/check_evidence.py", directory / "tests")
     if (PROJECT / "logs").is_dir():
         shutil.copytree(PROJECT / "logs", directory / "logs")
     return directory
@@ -63,15 +70,19 @@ class Result:
     code: int  # -N: ended by signal N, as in subprocess
     stdout: str
     stderr: str
-    pid: int
+    pid: int  # of the process that the user starts: the supervisor, not the worker
     seconds: float
+    mark: str = ""  # TEST_RUN in the environment of every process that the run starts
 
 
 class Process:
     """A running inference.py. `poll` waits up to so many seconds for the end and returns the exit code, or None."""
 
-    def __init__(self, pid: int, poll: Callable[[float], int | None], stdout: IO[bytes], stderr: IO[bytes]) -> None:
+    def __init__(
+        self, pid: int, poll: Callable[[float], int | None], stdout: IO[bytes], stderr: IO[bytes], mark: str
+    ) -> None:
         self.pid = pid
+        self.mark = mark
         self._poll = poll
         self._stdout = stdout
         self._stderr = stderr
@@ -116,7 +127,7 @@ class Process:
         if code is None:
             self.kill()
             raise AssertionError(f"still running after {timeout} s\n{self._output()}")
-        return Result(code, self.stdout, self.stderr, self.pid, time.monotonic() - self._started)
+        return Result(code, self.stdout, self.stderr, self.pid, time.monotonic() - self._started, self.mark)
 
     def kill(self) -> None:
         if self.running():
@@ -146,6 +157,7 @@ class Cli:
       cwd       the working directory, by default the copy (so STANDIN is a valid --checkpoint)
       script    another copy of inference.py, for instance one of project_copy
       stdin, stdout, stderr    an open file; stdout and stderr are captured by default, stdin is empty
+      terminal  a terminal.Terminal for all three, which the process controls: its Ctrl-C reaches it
       rlimits   {"RLIMIT_FSIZE": bytes, ...}
     Calls wait `timeout` seconds (120), then kill the process and fail.
 
@@ -159,6 +171,7 @@ class Cli:
         self._server: _Server | None = None
         self._processes: list[Process] = []  # that have not ended yet
         self._lock = threading.Lock()  # calls may come from several threads
+        self._numbers = itertools.count(1)
 
     def __call__(self, *args: object, timeout: float = 120, **options: Any) -> Result:
         return self.start(*args, **options).wait(timeout)
@@ -175,6 +188,7 @@ class Cli:
         stdin: IO[Any] | None = None,
         stdout: IO[Any] | None = None,
         stderr: IO[Any] | None = None,
+        terminal: Terminal | None = None,
         rlimits: Mapping[str, int] | None = None,
         cold: bool = False,
         python_args: tuple[str, ...] = (),
@@ -183,24 +197,28 @@ class Cli:
         script = script or self.project / "inference.py"
         name = script.name if script.parent == cwd else str(script)
         arguments = [str(argument) for argument in args]
-        environment = self.environment(env)
+        mark = f"{os.getpid()}-{id(self)}-{next(self._numbers)}"
+        environment = self.environment(env) | {"TEST_RUN": mark}
         limits = dict(rlimits or {})
+        if terminal is not None:
+            stdin, stdout, stderr = terminal.file, stdout or terminal.file, stderr or terminal.file
         output = tempfile.TemporaryFile()  # noqa: SIM115
         errors = tempfile.TemporaryFile()  # noqa: SIM115
         with open(os.devnull, "rb") as nothing:
             files = [(stdin or nothing).fileno(), (stdout or output).fileno(), (stderr or errors).fileno()]
             if cold:
                 command = [sys.executable, *python_args, name, *arguments]
-                pid, poll = _start_cold(command, environment, cwd, files, limits)
+                pid, poll = _start_cold(command, environment, cwd, files, limits, terminal is not None)
             else:
                 if python_args or environment.get("LD_LIBRARY_PATH") != str(self.simulator):
                     raise ValueError("the forked process has read these long ago: use cold()")
                 with self._lock:
                     if self._server is None:
                         self._server = _Server(self.environment())
-                case = {"args": arguments, "env": environment, "cwd": str(cwd), "script": name, "rlimits": limits}
+                case = {"args": arguments, "env": environment, "cwd": str(cwd), "script": name, "rlimits": limits,
+                        "terminal": terminal is not None}  # fmt: skip
                 pid, poll = self._server.fork(case, files)
-        process = Process(pid, poll, output, errors)
+        process = Process(pid, poll, output, errors, mark)
         with self._lock:
             self._processes = [*(other for other in self._processes if not other.ended), process]
         return process
@@ -227,9 +245,11 @@ class Cli:
 
 
 def _start_cold(
-    command: list[str], environment: dict[str, str], cwd: Path, files: list[int], limits: dict[str, int]
+    command: list[str], environment: dict[str, str], cwd: Path, files: list[int], limits: dict[str, int], terminal: bool
 ) -> tuple[int, Callable[[float], int | None]]:
-    def limit() -> None:
+    def prepare() -> None:
+        if terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         for name, value in limits.items():
             resource.setrlimit(getattr(resource, name), (value, value))
 
@@ -241,7 +261,7 @@ def _start_cold(
         stdout=files[1],
         stderr=files[2],
         start_new_session=True,
-        preexec_fn=limit if limits else None,
+        preexec_fn=prepare if limits or terminal else None,
     )
 
     def poll(seconds: float) -> int | None:

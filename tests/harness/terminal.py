@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import struct
 import termios
 import threading
@@ -20,13 +21,25 @@ class Terminal:
         fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
         self.file = os.fdopen(side, "wb", buffering=0)
         self._received = bytearray()
+        self._closing = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         with os.fdopen(self._screen, "rb", buffering=0) as screen, contextlib.suppress(OSError):
-            while piece := screen.read(1 << 16):  # EIO at the end: nobody has the terminal open any more
-                self._received += piece
+            while not self._closing:
+                if select.select([screen], [], [], 0.05)[0]:
+                    self._received += screen.read(1 << 16)  # EIO at the end: nobody has the terminal open any more
+
+    def press(self, keys: bytes) -> None:
+        """As a person types: b"\\x03" is Ctrl-C, which the terminal turns into SIGINT for those who are in front."""
+        os.write(self._screen, keys)
+
+    def close(self) -> None:
+        """The window goes: whose controlling terminal this is gets SIGHUP."""
+        self._closing = True
+        self._reader.join()
+        self.file.close()
 
     def wait_for(self, text: str, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout

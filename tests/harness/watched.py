@@ -1,13 +1,15 @@
-"""Runs inference.py, as the process that it is, and reports what the run did to its process.
+"""Runs inference.py, as the processes that it is, and reports what the run did to them.
 
     python watched.py ARGUMENTS OF inference.py      in the directory of inference.py, with WATCHED_REPORT=FILE
 
-The report is JSON, written when the program calls os._exit: names looked up by pickle, commands run by a shell, modules
-imported, changes of the environment and of the random generators, the peak of resident memory, and CPU seconds.
+FILE is about the worker, FILE.supervisor about its parent. Each is JSON, written when the process ends: names looked up
+by pickle, commands run by a shell, modules imported, changes of the environment and of the random generators, the peak
+of resident memory, and CPU seconds.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -35,33 +37,32 @@ def peak_kib() -> int:
 
 
 def watch(path: str) -> None:
+    """Begins to watch; the report is written when the process ends, the supervisor's beside the worker's."""
     modules, environment, before = set(sys.modules), dict(os.environ), generators()
     events: list[str] = []
-    pid, leave = os.getpid(), os._exit
+    started_as = os.getpid()
 
     def record(event: str, arguments: tuple[Any, ...]) -> None:
-        if event in WATCHED_EVENTS and os.getpid() == pid:
+        if event in WATCHED_EVENTS:
             events.append(f"{event} {arguments!r}"[:500])
 
-    def report_and_leave(code: int) -> None:
-        if os.getpid() == pid:  # not a forked child
-            now = dict(os.environ)
-            report = {
-                "events": events,
-                "modules": sorted(set(sys.modules) - modules),
-                "environment": {name: now.get(name) for name in environment | now
-                                if environment.get(name) != now.get(name)},
-                "generators_before": before,
-                "generators": generators(),
-                "peak_kib": peak_kib(),
-                "cpu_s": time.process_time(),
-            }  # fmt: skip
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(report, file)
-        leave(code)
+    def report() -> None:
+        now = dict(os.environ)
+        found = {
+            "events": events,
+            "modules": sorted(set(sys.modules) - modules),
+            "environment": {name: now.get(name) for name in environment | now
+                            if environment.get(name) != now.get(name)},
+            "generators_before": before,
+            "generators": generators(),
+            "peak_kib": peak_kib(),
+            "cpu_s": time.process_time(),
+        }  # fmt: skip
+        with open(f"{path}.supervisor" if os.getpid() == started_as else path, "w", encoding="utf-8") as file:
+            json.dump(found, file)
 
     sys.addaudithook(record)
-    os._exit = report_and_leave  # type: ignore[assignment]
+    atexit.register(report)  # a fork inherits it, and each process calls it once
 
 
 if __name__ == "__main__":

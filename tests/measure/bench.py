@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -62,22 +64,29 @@ def forward_plainly(model: Any, observations: Any) -> dict[str, Any]:
 
 
 def floor() -> None:
-    """The least that a run can do: the imports, the load and one forward."""
+    """The least that a run can do: the imports, the load and one forward. It ends as a Python process ends."""
     import numpy
 
     forward_plainly(load_plainly(), numpy.array([OBSERVATION], numpy.float32))
-    os._exit(0)  # as inference.py ends, without torch_npu's exit hooks
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One process with both: warm passes
+# One process with all three: warm passes
 # ----------------------------------------------------------------------------------------------------------------------
 
 CALLS = {
-    "kernels": lambda name: name.startswith("exec:"),
-    "copies": lambda name: name in ("aclrtMemcpy", "aclrtMemcpyAsync"),  # between tensors of the device it is a kernel
-    "synchronisations": lambda name: name.startswith("aclrtSynchronize"),
+    "launches": re.compile(r"aclnn\w+(?<!GetWorkspaceSize)|aclmdlRIExecuteAsync"),  # what the host asks for
+    "kernels": re.compile(r"exec:\w+"),  # what the device executes
+    "copies": re.compile(r"aclrtMemcpy(Async)?"),  # between tensors of the device it is a kernel
+    "synchronisations": re.compile(r"aclrtSynchronize\w+"),
 }
+
+
+def names_in(trace: str | Path, after: int = 0) -> list[str]:
+    """The names of the calls in a trace of the simulator, from this byte on."""
+    with open(trace) as file:
+        file.seek(after)
+        return [json.loads(line)["name"] for line in file]
 
 
 def calls_of(forward: Callable[[], Any]) -> dict[str, int]:
@@ -87,18 +96,12 @@ def calls_of(forward: Callable[[], Any]) -> dict[str, int]:
         return {}
     before = os.path.getsize(trace)
     forward()
-    with open(trace) as file:
-        file.seek(before)
-        names = [json.loads(line)["name"] for line in file]
-    return {kind: sum(map(belongs, names)) for kind, belongs in CALLS.items()}
+    names = names_in(trace, before)
+    return {kind: sum(bool(pattern.fullmatch(name)) for name in names) for kind, pattern in CALLS.items()}
 
 
-def warm(repetitions: int) -> None:
-    """Prints as JSON what one forward of each costs, and how far their outputs differ.
-
-    inference.py's is measured twice: with its operators recorded, as its benchmark does, and through SB3's methods, as
-    in the evidence.
-    """
+def forwards() -> tuple[dict[str, Callable[[Any], dict[str, Any]]], str | None]:
+    """What is compared, each from observations on the host to all outputs on the host, and why there is no graph."""
     import numpy
 
     sys.path.insert(0, str(PROJECT))
@@ -109,46 +112,56 @@ def warm(repetitions: int) -> None:
     import torch
 
     model.policy.requires_grad_(False)  # this and the next as the program does
-    validate_distributions = torch.distributions.Distribution.set_default_validate_args
+    validate = torch.distributions.Distribution.set_default_validate_args
     passes = inference.Passes(model.policy, torch)
-    one = numpy.array([OBSERVATION], numpy.float32)
-    many = numpy.random.default_rng(0).normal(0, 1, (BATCH, 4)).astype(numpy.float32)
-    validate_distributions(False)
-    recorded = {len(rows): passes.recorded(rows) for rows in (one, many)}
 
     def eager(observations: Any) -> dict[str, Any]:
-        validate_distributions(False)
+        validate(False)
         try:
             return passes.run(observations)
         finally:
-            validate_distributions(True)
+            validate(True)
 
-    validate_distributions(True)
-    both = {"inference.py": lambda observations: recorded[len(observations)](observations), "eager": eager,
-            "plain SB3": lambda observations: forward_plainly(model, observations)}  # fmt: skip
-    seconds = {(name, rows): [] for name in both for rows in (1, BATCH)}
+    both = {"eager": eager, "plain SB3": lambda observations: forward_plainly(model, observations)}
+    validate(False)
+    try:
+        captured = {rows: inference.capture(passes, numpy.zeros((rows, 4), numpy.float32)) for rows in (1, BATCH)}
+    except (AttributeError, RuntimeError) as error:
+        return both, str(error).splitlines()[0]
+    finally:
+        validate(True)
+    return {**both, "graph": lambda observations: captured[len(observations)](observations)}, None
+
+
+def warm(repetitions: int) -> None:
+    """Prints as JSON what one forward of each costs, and how far their outputs differ."""
+    import numpy
+
+    every, no_graph = forwards()
+    one = numpy.array([OBSERVATION], numpy.float32)
+    many = numpy.random.default_rng(0).normal(0, 1, (BATCH, 4)).astype(numpy.float32)
+    seconds = {(name, rows): [] for name in every for rows in (1, BATCH)}
     outputs = {}
     for number in range(-10, repetitions):  # the first ten warm up
         for rows, observations in ((1, one), (BATCH, many)):
             if rows == BATCH and number % 10:
                 continue
-            for name, forward in both.items():
+            for name, forward in every.items():
                 started = time.perf_counter()
                 outputs[name, rows] = forward(observations)
                 if number >= 0:
                     seconds[name, rows].append(time.perf_counter() - started)
-    counted = {name: calls_of(lambda forward=forward: forward(one)) for name, forward in both.items()}
+    counted = {name: calls_of(functools.partial(forward, one)) for name, forward in every.items()}
     difference = max(float(numpy.abs(outputs[name, 1][output] - values).max())
-                     for name in both for output, values in outputs["plain SB3", 1].items())  # fmt: skip
+                     for name in every for output, values in outputs["plain SB3", 1].items())  # fmt: skip
     ratios = {name: [mine / theirs for mine, theirs in zip(seconds[name, 1], seconds["plain SB3", 1], strict=True)]
-              for name in both}  # fmt: skip
+              for name in every}  # fmt: skip
     print(json.dumps({
-        "counts": counted, "difference": difference,
-        "p50": {name: statistics.median(seconds[name, 1]) for name in both},
-        "ratio": {name: statistics.median(ratios[name]) for name in both},
-        "rows_per_s": {name: BATCH / statistics.median(seconds[name, BATCH]) for name in both},
+        "counts": {"graph": None, **counted}, "graph_reason": no_graph, "difference": difference,
+        "p50": {name: statistics.median(seconds[name, 1]) for name in every},
+        "ratio": {name: statistics.median(ratios[name]) for name in every},
+        "rows_per_s": {name: BATCH / statistics.median(seconds[name, BATCH]) for name in every},
     }), flush=True)  # fmt: skip
-    os._exit(0)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -225,29 +238,39 @@ class Row:
         return f"| {self.what} | {self.ours} | {self.other} | {goal} | {hardware} |"
 
 
-def rows_of_table(directory: Path, quick: bool) -> list[Row]:
-    repetitions, times = (50, 3) if quick else (300, 7)
+LIMITS = {  # at most, by what is counted in one forward
+    "eager": {"kernels": 21, "copies": 3, "synchronisations": 3},
+    "graph": {"launches": 1, "copies": 3, "synchronisations": 3},
+}
+RATIOS = {"eager": 0.6, "graph": 0.25}  # of plain SB3's p50
+
+
+def rows_of_forwards(directory: Path, repetitions: int) -> list[Row]:
     # a trace costs time: what is timed has none
     traced, timed = (
         json.loads(measure([__file__, "warm", count], env=env).output.splitlines()[-1])
         for count, env in ((1, {"CANNSIM_TRACE": str(directory / "trace")}), (repetitions, {})))
-    ours, eager, plain = (traced["counts"][name] for name in ("inference.py", "eager", "plain SB3"))
-    if ours != eager:
-        sys.exit(f"bench: the recorded forward makes other calls than the eager one: {ours}, {eager}")
-    limits = {"kernels": 21, "copies": 3, "synchronisations": 4}
-    table = [Row(f"{kind} in a forward", str(ours[kind]), str(plain[kind]), ours[kind], limits[kind], True)
-             for kind in CALLS]  # fmt: skip
+    plain, table = traced["counts"]["plain SB3"], []
+    for name, limits in LIMITS.items():
+        counts = traced["counts"][name]
+        for kind, limit in limits.items():
+            ours, found = (str(counts[kind]), counts[kind]) if counts else (traced["graph_reason"], None)
+            table.append(Row(f"{kind} in a forward, {name}", ours, str(plain[kind]), found, limit, True))
     table.append(Row("greatest difference of an output", "", "", timed["difference"], 1e-6))
-    p50 = timed["p50"]
-    for what, name, target in (("its operators recorded", "inference.py", 0.4),
-                               ("eager, through SB3's methods", "eager", None)):  # fmt: skip
-        table.append(Row(f"warm forward, p50, {what}", f"{p50[name] * 1e6:.0f} µs", f"{p50['plain SB3'] * 1e6:.0f} µs",
-                         timed["ratio"][name], target))  # fmt: skip
-    speed = timed["rows_per_s"]
-    table.append(Row(f"rows/s in batches of {BATCH}", f"{speed['inference.py']:,.0f}", f"{speed['plain SB3']:,.0f}"))
+    p50, speed = timed["p50"], timed["rows_per_s"]
+    for name, limit in RATIOS.items():
+        ours = f"{p50[name] * 1e6:.0f} µs" if name in p50 else timed["graph_reason"]
+        table.append(Row(f"warm forward, p50, {name}", ours, f"{p50['plain SB3'] * 1e6:.0f} µs",
+                         timed["ratio"].get(name), limit))  # fmt: skip
+        if name in speed:
+            table.append(Row(f"rows/s in batches of {BATCH}, {name}", f"{speed[name]:,.0f}", f"{speed['plain SB3']:,.0f}"))
+    return table
 
-    logs = ["--log-dir", directory / "logs"]
-    wrong = directory / "wrong.zip"
+
+def rows_of_processes(directory: Path, times: int) -> list[Row]:
+    """Start-up beside the least that a run can do, and a refusal beside an import; wall time is only told, since it is
+    too noisy on a machine that does other things."""
+    logs, wrong = ["--log-dir", directory / "logs"], directory / "wrong.zip"
     wrong.write_bytes(STANDIN.read_bytes()[:-1] + b"x")
     costs = interleaved({
         "run": {"command": [*PROGRAM, "--observation", json.dumps(OBSERVATION), *logs]},
@@ -255,27 +278,43 @@ def rows_of_table(directory: Path, quick: bool) -> list[Row]:
         "refuse": {"command": [PROJECT / "inference.py", "--checkpoint", wrong, *logs], "code": 3},
         "import": {"command": ["-c", "import torch"]},
     }, times)  # fmt: skip
+    table = []
     for what, unit, label in (("cpu", "s", "CPU time"), ("wall", "s", "time"), ("peak", "MiB", "peak memory")):
         found, least = (median(costs[name], what) for name in ("run", "floor"))
-        # wall time is too noisy on a machine that does other things
         table.append(Row(f"whole run, {label}; beside it imports, PPO.load and one forward", f"{found:.2f} {unit}",
                          f"{least:.2f} {unit}", found / least, None if what == "wall" else 1.10))  # fmt: skip
     refuse, importing = (median(costs[name], "cpu") for name in ("refuse", "import"))
     table.append(Row("a wrong checkpoint refused, CPU time; beside it `import torch`", f"{refuse:.2f} s",
                      f"{importing:.2f} s", refuse / importing, 0.1))  # fmt: skip
-
-    peaks, speeds = {}, {}
-    for rows in (1_000, 100_000, *([] if quick else [1_000_000])):
-        cost = measure([*PROGRAM, "--observations", write_rows(directory / "rows.npy", rows), *logs])
-        result = json.loads((directory / "logs/npu_result.json").read_text())
-        if result["rows"] != rows:
-            sys.exit(f"bench: {result['rows']} of {rows} rows")
-        peaks[rows], speeds[rows] = cost.peak, rows / result["forward_s"]
-    for rows, peak in list(peaks.items())[1:]:
-        table.append(Row(f"peak memory, from 1,000 to {rows:,} rows", f"{peak:.0f} MiB", f"{peaks[1_000]:.0f} MiB",
-                         peak - peaks[1_000], 64))  # fmt: skip
-        table.append(Row(f"rows/s on the device, a file of {rows:,}", f"{speeds[rows]:,.0f}", ""))
     return table
+
+
+def rows_of_files(directory: Path, sizes: tuple[int, ...]) -> list[Row]:
+    """Memory must not grow with the rows; the first size fills a whole pass. The rates of the device, and of the
+    reference that checks it."""
+    table, first_peak = [], 0.0
+    for rows in sizes:
+        cost = measure([*PROGRAM, "--observations", write_rows(directory / "rows.npy", rows), "--log-dir",
+                        directory / "logs"])  # fmt: skip
+        result = json.loads((directory / "logs/npu_result.json").read_text())
+        if result["rows"] != rows or result["reference"]["rows"] != rows:
+            sys.exit(f"bench: {result['rows']} of {rows} rows")
+        if not first_peak:
+            first_peak = cost.peak
+            continue
+        table.append(Row(f"peak memory, from {sizes[0]:,} to {rows:,} rows", f"{cost.peak:.0f} MiB", f"{first_peak:.0f} MiB",
+                         cost.peak - first_peak, 64))  # fmt: skip
+        device, reference = rows / result["forward_s"], rows / result["reference"]["elapsed_s"]
+        table.append(Row(f"rows/s on the device, a file of {rows:,}; beside it the reference's", f"{device:,.0f}",
+                         f"{reference:,.0f}"))  # fmt: skip
+    return table
+
+
+def rows_of_table(directory: Path, quick: bool) -> list[Row]:
+    repetitions, times = (50, 3) if quick else (300, 7)
+    sizes = (20_000, 100_000) if quick else (20_000, 100_000, 1_000_000)
+    return [*rows_of_forwards(directory, repetitions), *rows_of_processes(directory, times),
+            *rows_of_files(directory, sizes)]  # fmt: skip
 
 
 def main() -> int:
@@ -294,6 +333,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if sys.argv[1:2] == ["floor"]:
         floor()
-    if sys.argv[1:2] == ["warm"]:
+    elif sys.argv[1:2] == ["warm"]:
         warm(int(sys.argv[2]))
-    sys.exit(main())
+    else:
+        sys.exit(main())

@@ -1,0 +1,1177 @@
+#!/usr/bin/env python3
+"""Check evidence sets of inference.py: offline, without torch and without an NPU.
+
+    python3 tests/check_evidence.py logs
+    python3 tests/check_evidence.py runs/1 runs/2 --checkpoint my_ppo.zip --observations rows.npy
+
+For each directory: what the set is about, each gate with PASS or FAIL, what the set does not show (NOTE), a verdict:
+
+  VALID       exit code 0: the complete and consistent evidence of a good run
+  FAILED RUN  exit code 1: the consistent evidence of a run that failed
+  INVALID     exit code 1: something is missing, or two witnesses of one fact disagree
+
+A usage error ends in 2. Sets of several slices of one file must be complete as well.
+
+A forger who rewrites all files consistently passes every gate but the last, which needs the checkpoint: the gates show
+that a set is whole and that its answers are the checkpoint's, not who made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROJECT = Path(__file__).resolve().parents[1]
+try:
+    import numpy as np
+except ImportError:
+    # tests/simulate.sh has set up one that has it.
+    mended = [f"use {path}" for path in sorted(PROJECT.glob(".venv/*/bin/python3"))] or ["python3 -m pip install numpy"]
+    print(f"check_evidence.py: {sys.executable} has no numpy: {mended[0]}", file=sys.stderr)
+    sys.exit(2)
+Array = np.ndarray[Any, Any]
+Json = dict[str, Any]
+Problems = Iterator[str]  # what a gate found: two witnesses that disagree, in a sentence each
+
+# What the checker knows of inference.py, it knows by itself: the producer does not check itself.
+SCHEMA, DEVICE = "npu-inference-evidence/2", "npu:0"
+LOG, MARKER, NPU_SMI, OUTPUTS, RESULT = (
+    "npu_inference.log", "npu_ready.marker", "npu_smi.log", "npu_outputs.npy", "npu_result.json")
+STAGES = ("verify", "npu", "load", "ready", "forward", "benchmark", "final")
+EXIT_CODES = {"InternalError": 1, "CheckpointRejected": 3, "NpuUnavailable": 4, "LoadFailed": 5, "ForwardFailed": 6,
+              "DeviceTimeout": 6, "EvidenceUnwritable": 7, "interrupted by SIGHUP": 129, "interrupted by SIGINT": 130,
+              "interrupted by SIGTERM": 143}
+FLAGS: dict[str, Callable[[str], Any]] = {
+    "--checkpoint": str, "--sha256": str.lower, "--observation": str, "--observations": str, "--shard": str,
+    "--hold-seconds": float, "--log-dir": str, "--timeout-seconds": float, "--tolerance": float, "--benchmark": int}
+PINNED_NAME, PINNED_BYTES = "ppo-seals-CartPole-v0.zip", 139005
+PINNED_SHA256 = "4e57a2618e1ab32ee4c5267874ae9f630896bc73991bd68392f5c78e4ecf738d"
+PINNED_IDENTITY = [
+    "HumanCompatibleAI/ppo-seals-CartPole-v0", "a86541dd3744275227cb16d07192967fc6b7775e", "not-declared"]
+PUBLISHED = {
+    "value": [[196.2478790283203]], "log_prob": [-0.30756598711013794],
+    "probs": [[0.7352343797683716, 0.26476559042930603]], "logits": [[-0.30756598711013794, -1.3289103507995605]],
+    "entropy": [0.5779828429222107]}
+VARIABLES = ("ASCEND_RT_VISIBLE_DEVICES", "TASK_QUEUE_ENABLE", "ACL_OP_INIT_MODE", "TORCH_NPU_FALLBACK_CPU_DISABLE",
+             "TORCH_DEVICE_BACKEND_AUTOLOAD", "KINETO_LOG_LEVEL")
+FORCED_ENVIRONMENT = dict(zip(VARIABLES[3:], ("1", "0", "99"), strict=True))
+DETERMINISM = {"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False}
+CLAIMS: dict[str, Json] = {  # what a run that got past a stage cannot have found otherwise
+    "npu": {"npu_available": True, "npu_device": DEVICE},
+    "load": {"policy_class": "ActorCriticPolicy", "param_devices": [DEVICE], "all_params_on_npu": True,
+             "params_match_checkpoint": True, "model_device": DEVICE},
+    "forward": {"input_device": DEVICE, "inputs_match_host": True, "output_device": DEVICE, "all_outputs_on_npu": True,
+                "bitwise_repeatable": True, "params_match_after_forward": True}}
+TOLERANCE = 1e-3  # of an output beside the float64 reference: absolute, relative above 1
+SMALL, SATURATED = 0.01, 3.0  # see Errors
+SHOWN_ROWS, SHOWN_NUMBERS = 16, 1000  # in the result
+CHUNK_ROWS, CHUNK_NUMBERS = 16384, 1 << 18  # of observations in one pass over a file
+CHIP_IS_FULL = 8  # processes that npu-smi info lists for a chip; as many calls ask for more
+WARM_UP = 10
+
+# Bounds near what a run can write: looked at before anything is hashed or parsed.
+MAX_TEXT, MAX_MARKS, MAX_SPACE, MAX_CHECKPOINT = 16 << 20, 1_000_000, 1 << 20, 128 << 20
+CLOCK = 1.1e-6  # seconds: times are rounded to the microsecond
+
+# The keys of npu_result.json by the stage that measures them. "?": may be null in a good run. "*": any key.
+SHA256 = re.compile("[0-9a-f]{64}")
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}\+00:00")
+TIMES = {"passes": int, "p50_s": float, "p90_s": float, "p99_s": float, "mean_s": float}
+OPTIONAL = ("entropy", "probs", "logits", "mean", "std", "env_action")
+FORMS: dict[str, Json] = {
+    "start": {
+        "schema": str, "exit_code": int, "error?": {"stage": str, "type": str, "message": str, "hint": str},
+        "engine": str, "script_version": str, "script_sha256": SHA256, "pid": int, "argv": [str], "cwd": str,
+        "log_dir": str, "started_at": TIME, "finished_at": TIME, "total_s": float, "stages": {"*": float},
+        "notes": [str], "worker_exit": re.compile(r"exit code \d{1,3}|ended by SIG[A-Z0-9+]{2,9}|did not end"),
+        "files": {"*": SHA256}},
+    "verify": {
+        "versions": {"python": str, "platform": str, **dict.fromkeys((
+            "torch?", "torch_npu?", "cann?", "npu_smi?", "driver?", "stable_baselines3?", "gymnasium?", "numpy?",
+            "cloudpickle?"), str)},
+        "model_id?": str, "source_revision?": str, "license?": str,
+        "checkpoint": {"path": str, "bytes?": int, "sha256?": SHA256, "size_ok?": bool, "sha256_ok?": bool},
+        "observation_shape": [int], "action_space": dict, "rows": int,
+        "observations?": {"file": str, "dtype": re.compile("float32|float64"), "shard": str, "first_row": int,
+                          "rows": int, "total_rows": int, "sha256_float32?": SHA256}},
+    "npu": {
+        "simulated": bool, "simulator?": re.compile(r"cannsim \d{1,9}"), "npu_available": bool, "npu_device": str,
+        "npu_device_name": str, "device_count": int, "visible_devices": str, "device_nodes": [str],
+        "environment": dict.fromkeys(VARIABLES, str),
+        "determinism": {**dict.fromkeys((*DETERMINISM, "allow_hf32_conv"), bool), "device?": bool}},
+    "load": {
+        "policy_class": str, "num_params": int, "param_devices": [str], "all_params_on_npu": bool,
+        "params_match_checkpoint": bool, "model_device": str, "load_s": float},
+    "ready": {
+        "hold_seconds": float, "ready_at": TIME,
+        "npu_smi": {"captured": bool, "pid_found": bool, "pid_line?": str, "matched_by?": str, "reason?": str,
+                    "pid_absent_before?": bool, "npu_id?": str, "chip_id?": str}},
+    "forward": {
+        "params_match_after_forward": bool, "input_device": str, "inputs_match_host": bool, "output_device": str,
+        "all_outputs_on_npu": bool, "bitwise_repeatable": bool, "repeated_rows": int, "observation": list,
+        "action": list, "value": list, "log_prob": list, **{f"{name}?": list for name in OPTIONAL},
+        "outputs": {"*": {"dtype": str, "shape": [int], "device": str}}, "kernels": {"*": int}, "forward_s": float,
+        "reference": {"rows": int, "tolerance": float, "within_tolerance": bool, "within_1_percent": bool,
+                      "action_agreement": float, "ties": int, "elapsed_s": float, "outputs": {"*": {
+                          "max_abs_error": float, "max_rel_error_percent": float, "mean_abs_error": float,
+                          "cosine?": float}}},
+        "published?": {"tolerance": float, "within_tolerance": bool, "action_equal": bool, "outputs": {"*": float}}},
+    "benchmark": {
+        "benchmark": {"warm_up_passes": int, "eager": TIMES, "graph?": TIMES, "graph_reason?": str}}}
+SPACE_FORMS: dict[str, Json] = {
+    "Discrete": {"type": str, "n": int}, "MultiBinary": {"type": str, "n": int},
+    "MultiDiscrete": {"type": str, "nvec": [int]},
+    "Box": {"type": str, "shape": [int], "low": list, "high": list, "squashed": bool}}
+
+
+# --- Reading, within bounds
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """A file's bytes. Raises ValueError for what is not a regular file (a link, a pipe), or is too large."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path.name} is not a regular file")
+    if status.st_size > limit:
+        raise ValueError(f"{path.name} has {status.st_size} bytes, more than {limit}")
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as file:
+        return file.read(limit + 1)
+
+
+def parse_result(text: bytes) -> Json:
+    """npu_result.json as strict JSON: no NaN, no key twice, no number longer than a run writes."""
+    def number(digits: str) -> int | float:
+        if len(digits) > 40 or not math.isfinite(float(digits)):
+            raise ValueError(f"{digits[:20]} is not a number that a run writes")
+        return float(digits) if set(digits) & set(".eE") else int(digits)
+
+    def unique(pairs: list[tuple[str, Any]]) -> Json:
+        if len(dict(pairs)) != len(pairs):
+            raise ValueError("a key stands twice")
+        return dict(pairs)
+
+    if sum(map(text.count, (b"[", b"{", b","))) > MAX_MARKS:
+        raise ValueError(f"{RESULT} has more than {MAX_MARKS} values")
+    result = json.loads(text.decode(), parse_constant=number, parse_int=number, parse_float=number,
+                        object_pairs_hook=unique)
+    if not isinstance(result, dict):
+        raise ValueError(f"{RESULT} is not a JSON object")
+    return result
+
+
+class Evidence:
+    """One set: its texts and its result, and what its reader has at hand."""
+
+    def __init__(self, directory: Path, checkpoint: str | None, observations: str | None) -> None:
+        self.dir, self.checkpoint, self.observations = directory, checkpoint, observations
+        self.files = {name: read_file(directory / name, MAX_TEXT) for name in (RESULT, LOG, MARKER, NPU_SMI)
+                      if os.path.lexists(directory / name)}
+        self.r = parse_result(self.files[RESULT])
+        self.model: Any = None  # what the checkpoint's bytes say, where they are at hand; see gate_checkpoint
+        self.shown: dict[str, Array] = {}  # the rows in the result, (n, numbers); see gate_outputs
+
+    def done(self, stage: str) -> bool:
+        """Whether the run got past this stage."""
+        return not stage or stage in list(self.r["stages"])[:-1 if self.r["error"] else None]
+
+    def offset(self, time: str) -> float:
+        """Seconds from the start of the run."""
+        return (datetime.fromisoformat(time) - datetime.fromisoformat(self.r["started_at"])).total_seconds()
+
+    def within(self, stage: str, seconds: float) -> bool:
+        """Whether the stage was under way so many seconds after the start."""
+        names, took = list(self.r["stages"]), list(self.r["stages"].values())
+        number = names.index(stage)
+        return bool(sum(took[:number]) - 9 * CLOCK <= seconds <= sum(took[:number + 1]) + 9 * CLOCK)
+
+    def is_cut(self) -> bool:
+        """Whether the result shows only the beginning of a row of an output."""
+        return any(math.prod(output["shape"][1:]) > SHOWN_NUMBERS for output in self.r["outputs"].values())
+
+    def rows_that_ran(self) -> Array | None:
+        """All observations of the run: of its command line, or of --observations; None where they are not at hand."""
+        shape, file, asked = tuple(self.r["observation_shape"]), self.r["observations"], parse_argv(self.r["argv"])
+        if not file:
+            rows = np.array(json.loads(asked["--observation"]) if "--observation" in asked else np.zeros(shape))
+            return (rows[None] if rows.shape == shape else rows).astype(np.float32)
+        if not (path := self.observations):
+            return None
+        rows = np.load(path, "r") if path.lower().endswith(".npy") else np.loadtxt(path, delimiter=",", ndmin=2)
+        if (str(rows.dtype), len(rows)) != (file["dtype"], file["total_rows"]):
+            raise ValueError(f"observations: JSON {file['total_rows']} rows of {file['dtype']}, {path} {len(rows)} of "
+                             f"{rows.dtype}")
+        return rows[file["first_row"]:][:file["rows"]].reshape(-1, *shape)
+
+    def outputs(self) -> Array:
+        """npu_outputs.npy, mapped. Raises ValueError unless header, size and types are those of the result's rows."""
+        rows, path = self.r["rows"], self.dir / OUTPUTS
+        wanted = np.dtype([(name, "<i8" if dtype == "torch.int64" else "<f4", tuple(shape))
+                           for name, (dtype, shape) in output_forms(self.r["action_space"]).items()])
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError(f"{OUTPUTS} is not a regular file")
+        with open(path, "rb") as file:
+            read: Any = np.lib.format
+            if read.read_magic(file) != (1, 0):
+                raise ValueError(f"{OUTPUTS} is not a .npy file of version 1.0")
+            header, start = read.read_array_header_1_0(file), file.tell()
+            size, hole = os.fstat(file.fileno()).st_size, os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        if header != ((rows,), False, wanted):
+            raise ValueError(f"rows: JSON {rows} of {wanted}, {OUTPUTS} {header[0]} of {header[2]}")
+        if (size, hole) != (start + rows * wanted.itemsize,) * 2:
+            raise ValueError(f"{OUTPUTS}: {size} bytes (a hole at {hole}), header {start + rows * wanted.itemsize}")
+        return np.memmap(path, wanted, "r", start, (rows,))
+
+    def chunks(self, limit: int = CHUNK_ROWS) -> Iterator[tuple[int, dict[str, Array]]]:
+        """(number of the first row, outputs as (n, numbers)): all rows of the file, or those in the result."""
+        names, rows = list(self.r["outputs"]), self.r["rows"]
+        if not self.r["observations"]:
+            yield 0, {name: self.shown[name] for name in names}
+            return
+        table = self.outputs()
+        step = max(1, min(limit, 4 * CHUNK_NUMBERS // table.dtype.itemsize))
+        for start in range(0, rows, step):
+            if sys.stderr.isatty():
+                print(f"\r{start} of {rows} rows\x1b[K\r", end="", file=sys.stderr, flush=True)
+            chunk = table[start:start + step]
+            yield start, {name: chunk[name].reshape(len(chunk), -1).astype(np.float64) for name in names}
+
+
+def output_forms(space: Json) -> dict[str, tuple[str, list[int]]]:
+    """The outputs that a policy of this action space gives: dtype, and shape for one row."""
+    if space["type"] == "Box":
+        size, action, dtype = math.prod(space["shape"]), space["shape"], "torch.float32"
+        own = {"mean": [size], "std": [size], "env_action": action}
+    else:
+        size = sum(space["nvec"]) if "nvec" in space else space["n"]
+        own = {"probs": [size], "logits": [size]}
+        action = {"Discrete": [], "MultiBinary": [size]}.get(space["type"], [len(space.get("nvec", []))])
+        dtype = "torch.float32" if space["type"] == "MultiBinary" else "torch.int64"
+    entropy: dict[str, list[int]] = {} if space.get("squashed") else {"entropy": []}
+    floats = {"value": [1], "log_prob": [], **entropy, **own}
+    return {"action": (dtype, action), **{name: ("torch.float32", shape) for name, shape in floats.items()}}
+
+
+def parse_argv(argv: list[str]) -> Json:
+    """The command line of the run, parsed again. Raises ValueError for one that inference.py refuses."""
+    asked, words = {}, iter(argv[1:])
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in FLAGS:
+            raise ValueError(f"argv: inference.py has no {flag[:60]!r}")
+        if not equals and (value := next(words, "--")).startswith("--"):
+            raise ValueError(f"argv: {flag} has no value")
+        asked[flag] = FLAGS[flag](value)
+    return asked
+
+
+def as_array(name: str, nested: Any, kind: type) -> Array:
+    """Nested lists as an array. Raises ValueError where they are ragged, or hold something else than this type."""
+    level, shape = [nested], list[int]()
+    while level and type(level[0]) is list and len(shape) < 34:
+        if not all(type(part) is list and len(part) == len(level[0]) for part in level):
+            raise ValueError(f"{name}: JSON has lists of different lengths")
+        shape.append(len(level[0]))
+        level = [item for part in level for item in part]
+    if not all(type(item) is kind for item in level):
+        raise ValueError(f"{name}: JSON has something else than {kind.__name__}")
+    return np.array(level, kind).reshape(shape)
+
+
+# --- The gates: each yields what is wrong
+
+
+def differ(what: str, stated: Any, witness: str, found: Any) -> Problems:
+    """Two witnesses that disagree. Compared as text: True is not 1 here, nor 1 the same as 1.0."""
+    ours, theirs = repr(stated), repr(found)
+    if ours != theirs:
+        start = max(0, len(os.path.commonprefix([ours, theirs])) - 60)  # noqa: RUF071 (texts, not paths)
+        yield f"{what}: JSON {'...' * (start > 0)}{ours[start:][:120]}, {witness} {theirs[start:][:120]}"
+
+
+def unless(holds: bool, problem: str) -> Problems:
+    if not holds:
+        yield problem
+
+
+def misfits(value: Any, form: Any, path: str) -> Problems:
+    """Where a value is not of its form (see FORMS)."""
+    if isinstance(form, dict) and type(value) is dict:
+        names = {name.rstrip("?"): name for name in form}
+        if "*" not in names and set(value) != set(names):
+            yield f"{path}: JSON lacks {sorted(set(names) - set(value))}, or has also {sorted(set(value) - set(names))}"
+            return
+        for key, item in value.items():
+            name = names.get(key, "*")
+            if item is not None or not name.endswith("?"):
+                yield from misfits(item, form[name], f"{path}.{key}")
+    elif isinstance(form, list) and type(value) is list:
+        for item in value:
+            yield from misfits(item, form[0], f"{path}[]")
+    elif isinstance(form, re.Pattern):
+        fits = type(value) is str and form.fullmatch(value) is not None
+        yield from unless(fits, f"{path}: JSON {str(value)[:60]!r}, expected {form.pattern}")
+    else:
+        yield from unless(type(value) is form, f"{path}: JSON {str(value)[:60]!r}, expected {form}")
+
+
+def gate_keys(s: Evidence) -> Problems:
+    """Every key has its type. What a completed stage measures is there; what the run never came to is null."""
+    names = {f"{name.rstrip('?')}?": form for forms in FORMS.values() for name, form in forms.items()}
+    start = {name.rstrip("?"): s.r.get(name.rstrip("?")) for name in FORMS["start"]}
+    malformed = [*misfits(s.r, names, "result"), *misfits(start, FORMS["start"], "result")]
+    yield from malformed
+    for stage in () if malformed else STAGES[:-1]:
+        for name in FORMS[stage]:
+            value = s.r[name.rstrip("?")]
+            if value is None and s.done(stage):
+                yield from unless(name.endswith("?"), f"{name}: JSON null, but the run got past {stage}")
+            if stage not in s.r["stages"]:
+                yield from unless(value is None, f"{name}: JSON {str(value)[:60]!r}, but the run never came to {stage}")
+
+
+def gate_sizes(s: Evidence) -> Problems:
+    """Shapes and counts are such as a checkpoint can have."""
+    space, shape = s.r["action_space"] or {"type": "Discrete", "n": 1}, s.r["observation_shape"] or [1]
+    yield from misfits(space, SPACE_FORMS[space["type"]], "action_space")
+    for counts in (shape, space.get("shape", [1])):
+        small = len(counts) <= 32 and all(0 < count <= MAX_SPACE for count in counts) and math.prod(counts) <= MAX_SPACE
+        yield from unless(small, f"observation_shape, action_space: JSON {str(counts)[:60]}, no shape of a checkpoint")
+    choices = space.get("nvec", [space.get("n", 1)])
+    positive = bool(choices) and all(0 < count <= MAX_SPACE for count in choices) and sum(choices) <= MAX_SPACE
+    yield from unless(positive, f"action_space: JSON {str(choices)[:60]}, no choices of a checkpoint")
+    yield from unless(s.r["rows"] is None or s.r["rows"] > 0, f"rows: JSON {s.r['rows']}, expected 1 or more")
+    for bounds in (space.get("low", [0.0]), space.get("high", [0.0])):
+        numbers = len(bounds) == math.prod(space.get("shape", [1])) and {*map(type, bounds)} <= {float, type(None)}
+        yield from unless(numbers, f"action_space: JSON {str(bounds)[:60]}, expected a bound for each number")
+
+
+def gate_outcome(s: Evidence) -> Problems:
+    """Exit code 0 and no error, or the exit code of the error, which belongs to the last stage."""
+    error, stages = s.r["error"], list(s.r["stages"])
+    order = [stage for stage in STAGES if stage != "benchmark" or stage in stages]
+    if error:
+        order = order[:len(stages)]
+        name = error["message"] if error["type"] == "Interrupted" else error["type"]
+        yield from differ("exit_code", s.r["exit_code"], f"error {name[:60]}", EXIT_CODES.get(name))
+        yield from differ("error.stage", error["stage"], "the last of stages", stages[-1] if stages else "start")
+    else:
+        yield from differ("exit_code", s.r["exit_code"], "no error", 0)
+    yield from differ("stages", stages, "the order of a run", order)
+    yield from differ("schema, engine", [s.r["schema"], s.r["engine"]], "this checker", [SCHEMA, "torch_npu"])
+
+
+def gate_times(s: Evidence) -> Problems:
+    """All times follow from each other, and are rounded as a run rounds them."""
+    r, stages, compared = s.r, s.r["stages"], (s.r["reference"] or {}).get("elapsed_s")
+    named = {"total_s": r["total_s"], "load_s": r["load_s"], "forward_s": r["forward_s"], "elapsed_s": compared}
+    for name, seconds in {**named, **stages}.items():
+        rounded = seconds is None or 0 <= seconds == round(seconds, 6)
+        yield from unless(rounded, f"{name}: JSON {seconds}, not seconds of six digits")
+    for witness, total in (("finished_at - started_at", s.offset(r["finished_at"])), ("stages", sum(stages.values()))):
+        equal = abs(total - r["total_s"]) <= CLOCK * max(1, len(stages)) or (witness == "stages" and not stages)
+        yield from unless(equal, f"total_s: JSON {r['total_s']}, {witness} {total}")
+    if r["ready_at"]:
+        yield from unless(s.within("ready", s.offset(r["ready_at"])), f"ready_at: JSON {r['ready_at']}, stages differ")
+    if s.done("ready"):
+        held = s.within("ready", s.offset(r["ready_at"]) + r["hold_seconds"])
+        yield from unless(held, f"hold_seconds: JSON {r['hold_seconds']}, the ready stage took {stages['ready']}")
+    # What the worker timed lies in its stage, whose beginning the supervisor may have noticed late.
+    if s.done("load"):
+        yield from unless(r["load_s"] <= stages["npu"] + stages["load"], f"load_s: JSON {r['load_s']}, stages less")
+    if s.done("forward"):
+        yield from unless(r["forward_s"] + compared <= stages["ready"] + stages["forward"],
+                          f"forward_s, elapsed_s: JSON {r['forward_s']}, {compared}, stages less")
+
+
+def gate_files(s: Evidence) -> Problems:
+    """Each file of the run is there, with the digest that the result names, and no other file of a run."""
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in s.files.items()}
+    if os.path.lexists(s.dir / OUTPUTS) and s.r["observations"]:
+        s.outputs()  # its size is looked at before it is hashed
+        digest = hashlib.sha256()
+        with open(s.dir / OUTPUTS, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        digests[OUTPUTS] = digest.hexdigest()
+    for name in sorted({*s.r["files"], *digests} - {RESULT}):
+        yield from differ(f"files.{name}", s.r["files"].get(name), "the file", digests.get(name))
+    r, rows = s.r, s.r["observations"] or {}
+    for name, may_be, must_be in (
+            (LOG, True, True), (NPU_SMI, "npu" in r["stages"], r["npu_available"] is not None),
+            (MARKER, "ready" in r["stages"], r["npu_smi"] is not None),
+            (OUTPUTS, rows and "forward" in r["stages"], rows.get("sha256_float32") is not None)):
+        there = os.path.lexists(s.dir / name)
+        yield from unless(there or not must_be, f"{name}: JSON tells of a run with it, the file is missing")
+        yield from unless(may_be or not there, f"{name}: JSON tells of a run without it, the file is there")
+    sums = PROJECT / "SHA256SUMS"
+    if s.dir.resolve() == (PROJECT / "logs").resolve() and sums.exists():
+        listed = {line[66:]: line[:64] for line in read_file(sums, MAX_TEXT).decode().splitlines()}
+        for name in (LOG, MARKER, NPU_SMI, OUTPUTS, RESULT):
+            stated, found = listed.get(f"logs/{name}"), digests.get(name)
+            yield from unless(stated == found, f"{name}: SHA256SUMS {stated}, the file {found}")
+
+
+def gate_program(s: Evidence) -> Problems:
+    """The inference.py that made the set is the one beside this checker."""
+    source = read_file(PROJECT / "inference.py", MAX_TEXT)
+    version = re.search(rb'^VERSION = "([^"\n]{1,40})"', source, re.M)
+    here, made_by = version[1].decode() if version else "?", s.r["script_version"]
+    if here == made_by:
+        yield from differ("script_sha256", s.r["script_sha256"], "inference.py", hashlib.sha256(source).hexdigest())
+    else:
+        yield (f"script_version: made by inference.py {made_by[:40]} with SHA256 {s.r['script_sha256']}, this project "
+               f"has {here}: check it beside that version")
+
+
+def gate_command_line(s: Evidence) -> Problems:
+    """The command line, parsed again, asks for what the result says was done."""
+    r, asked, file = s.r, parse_argv(s.r["argv"]), s.r["observations"]
+    path = asked.get("--checkpoint", PINNED_NAME)
+    yield from differ("argv[0]", r["argv"][0], "every run", "inference.py")
+    yield from differ("log_dir", r["log_dir"], "argv", asked.get("--log-dir", "logs"))
+    if r["checkpoint"] and r["checkpoint"]["path"] != f"{path}.zip":  # as for PPO.load, a name may leave out its .zip
+        yield from differ("checkpoint.path", r["checkpoint"]["path"], "argv", path)
+    if s.done("verify"):
+        yield from differ("checkpoint.sha256", r["checkpoint"]["sha256"], "argv", asked.get("--sha256", PINNED_SHA256))
+        yield from differ("observations.file", file and file["file"], "argv", asked.get("--observations"))
+        if file:
+            index, of = map(int, asked.get("--shard", "1/1").split("/"))
+            first, end = (number * file["total_rows"] // of for number in (index - 1, index))
+            yield from differ("observations", [file["shard"], file["first_row"], file["rows"], r["rows"]], "argv",
+                              [f"{index}/{of}", first, end - first, end - first])
+        elif (rows := s.rows_that_ran()) is not None:
+            yield from differ("rows", r["rows"], "argv", len(rows))
+    if r["hold_seconds"] is not None:
+        yield from differ("hold_seconds", r["hold_seconds"], "argv", asked.get("--hold-seconds", 8.0))
+    if s.done("forward"):
+        tolerance = asked.get("--tolerance", TOLERANCE)
+        yield from differ("reference.tolerance", r["reference"]["tolerance"], "argv", tolerance)
+    if s.done("final"):
+        passes = r["benchmark"]["eager"]["passes"] if r["benchmark"] else 0
+        yield from differ("benchmark.eager.passes", passes, "argv", asked.get("--benchmark", 0))
+
+
+# The log, line by line. "KEY?": only where the result has that key.
+LOG_LINES = {
+    "verify": """
+[inference] python            : {versions[python]}
+[inference] platform          : {versions[platform]}
+[inference] pid               : {pid}
+[inference] cwd               : {cwd}
+[inference] checkpoint        : {checkpoint[path]}
+[inference] program           : {script_version} sha256={script_sha256}
+[verify]  bytes={checkpoint[bytes]} sha256={checkpoint[sha256]}
+[verify]  size_ok={checkpoint[size_ok]} sha256_ok={checkpoint[sha256_ok]}
+observations?[verify]  observations file={observations[file]} dtype={observations[dtype]} shard={observations[shard]} \
+first_row={observations[first_row]} rows={observations[rows]} total_rows={observations[total_rows]}
+notes?""",
+    "npu": """
+[npu]     torch={versions[torch]} torch_npu={versions[torch_npu]}
+[npu]     is_available={npu_available} device={npu_device} name={npu_device_name}
+[npu]     device_count={device_count} CANN={versions[cann]} npu-smi={versions[npu_smi]}
+[npu]     driver={versions[driver]} stable_baselines3={versions[stable_baselines3]} gymnasium={versions[gymnasium]} \
+numpy={versions[numpy]} cloudpickle={versions[cloudpickle]}
+[npu]     visible_devices={visible_devices} device_nodes={device_nodes}
+[npu]     environment={environment}
+[npu]     determinism={determinism}
+simulated?[npu]     SIMULATED by {simulator}: nothing in this run touched a physical NPU""",
+    "load": """
+[load]    PPO.load elapsed={load_s:.4f}s device={model_device}
+[model]   policy_class={policy_class} num_params={num_params}
+[model]   param_devices={param_devices} all_params_on_npu={all_params_on_npu}
+[model]   params_match_checkpoint={params_match_checkpoint}""",
+    "ready": """
+[ready]   NPU_READY_PID={pid} DEVICE={npu_device} MARKER={log_dir}/npu_ready.marker
+[ready]   holding {hold_seconds}s for external npu-smi correlation ...
+[ready]   npu_smi captured={npu_smi[captured]} pid_found={npu_smi[pid_found]} log={log_dir}/npu_smi.log
+pid_found?[ready]   npu_smi pid_line={npu_smi[pid_line]}
+reason?[ready]   npu_smi reason={npu_smi[reason]}
+[ready]   npu_smi pid_absent_before={npu_smi[pid_absent_before]} matched_by={npu_smi[matched_by]} \
+npu_id={npu_smi[npu_id]} chip_id={npu_smi[chip_id]}""",
+    "forward": """
+[forward] elapsed={forward_s:.4f}s (npu-synchronized)
+[forward] obs={observation} shape={shapes[observation]} dtype=torch.float32 device={input_device}
+[forward] action={action} shape={shapes[action]} dtype={outputs[action][dtype]} device={outputs[action][device]}
+[forward] value={value} shape={shapes[value]} dtype={outputs[value][dtype]} device={outputs[value][device]}
+[forward] log_prob={log_prob} shape={shapes[log_prob]} dtype={outputs[log_prob][dtype]} \
+device={outputs[log_prob][device]}
+probs?[forward] probs={probs} logits={logits} entropy={entropy}
+mean?[forward] mean={mean} std={std} entropy={entropy}
+env_action?[forward] env_action={env_action} shape={shapes[env_action]} dtype={outputs[env_action][dtype]} \
+device={outputs[env_action][device]}
+[forward] all_outputs_on_npu={all_outputs_on_npu}
+[forward] bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}
+[forward] inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}
+[forward] kernels={kernels}
+observations?[forward] observations sha256_float32={observations[sha256_float32]}
+[reference] float64 from the checkpoint's bytes: compared with, never a source of a result
+[reference] rows={reference[rows]} tolerance={reference[tolerance]} within_tolerance={reference[within_tolerance]} \
+within_1_percent={reference[within_1_percent]} action_agreement={reference[action_agreement]} ties={reference[ties]} \
+elapsed={reference[elapsed_s]:.4f}s
+figures?
+published?[published] tolerance={published[tolerance]} within_tolerance={published[within_tolerance]} \
+action_equal={published[action_equal]} max_abs_error={published[outputs]}""",
+    "benchmark": "\ntimes?",
+    "final": "\n[final]   worker_exit={worker_exit}"}
+
+
+def lines_of(r: Json, stage: str) -> Iterator[str]:
+    """The lines of a stage, made of the values of the result."""
+    npu_smi, outputs = r["npu_smi"] or {}, r["outputs"] or {}
+    shapes = {name: tuple(output["shape"]) for name, output in outputs.items()}
+    shapes["observation"] = (r["rows"], *(r["observation_shape"] or ()))
+    values = {**r, "shapes": shapes, "pid_found": npu_smi.get("pid_found"), "reason": not npu_smi.get("pid_found")}
+    for template in LOG_LINES[stage].split("\n")[1:]:
+        condition, _, rest = template.rpartition("?")
+        if template == "notes?":
+            yield from (f"[note]    {note}" for note in r["notes"])
+        elif template == "figures?":
+            for name, errors in r["reference"]["outputs"].items():
+                yield f"[reference] {name} " + " ".join(f"{figure}={value}" for figure, value in errors.items())
+        elif template == "times?":
+            yield from lines_of_benchmark(r["benchmark"], "SIMULATED " if r["simulated"] else "")
+        elif not condition or values[condition]:
+            yield rest.format_map(values)
+
+
+def lines_of_benchmark(timed: Json, mark: str) -> Iterator[str]:
+    for name in ("eager", "graph"):
+        if times := timed[name]:
+            in_ms = (f"{percentile}_ms={1e3 * times[f'{percentile}_s']:.4f}" for percentile in ("p50", "p90", "p99"))
+            yield f"[benchmark] {mark}{name} passes={times['passes']} {' '.join(in_ms)}"
+        else:
+            yield f"[benchmark] {mark}graph: {timed['graph_reason']}"
+
+
+def one_line(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def gate_log(s: Evidence) -> Problems:
+    """The log says, line by line, what the result says. That of a failed run may end early in its last stage."""
+    *lines, rest = s.files[LOG].decode().split("\n", 5000)
+    error = s.r["error"]
+    last = [f"[final]   exit_code={s.r['exit_code']} result_json={s.r['log_dir']}/{RESULT}"]
+    if error:
+        last.insert(0, "[error]   " + " ".join(f"{name}={value}" for name, value in error.items()))
+    yield from unless(not rest and len(lines) >= len(last), f"{LOG} is cut, or has more than 5000 lines")
+    stated = ((stage, line) for stage in s.r["stages"] for line in lines_of(s.r, stage))
+    for number, found in enumerate(lines[:-len(last)], 1):
+        _, line = next(stated, ("", "no more lines of a stage"))
+        if one_line(line) != found:
+            yield from differ(f"line {number}", one_line(line), LOG, found)
+            return
+    with contextlib.suppress(TypeError):  # the stage that failed has not measured all
+        for stage, line in stated:
+            yield from unless(not s.done(stage), f"JSON says {line[:100]!r}, {LOG} does not")
+    for line, found in zip(last, lines[-len(last):], strict=False):
+        yield from differ("last lines", one_line(line), LOG, found)
+
+
+def gate_marker(s: Evidence) -> Problems:
+    r = s.r
+    if MARKER in s.files:
+        stated = (f"NPU_READY_PID={r['pid']}\nDEVICE={r['npu_device']}\nHOLD_SECONDS={r['hold_seconds']}\n"
+                  f"READY_AT={r['ready_at']}\nSIMULATED={int(r['simulated'])}\n")
+        yield from differ("marker", stated, MARKER, s.files[MARKER].decode())
+
+
+# npu-smi: its raw answers, read anew
+
+
+class Call(NamedTuple):
+    arguments: str
+    at: str
+    outcome: str
+    text: str
+
+
+class Process(NamedTuple):
+    """A row of npu-smi's process table."""
+
+    chip: tuple[str, str]  # of the NPU, and of the chip on it
+    pid: str
+    inside: str  # the PID in its container, "" where the column is missing or has none
+    line: str
+
+
+def read_calls(log: bytes) -> list[Call]:
+    calls: list[Call] = []
+    at = 0
+    while at < len(log):
+        end = log.find(b"\n", at, at + 600)
+        match = re.fullmatch(r"# npu-smi ([\w -]{1,80}) at=(\S{32}) bytes=(\d{1,7}) outcome=(.{1,400})",
+                             log[at:max(at, end)].decode("utf-8", "replace"))
+        length = int(match[3]) if match else 0
+        if not match or not TIME.fullmatch(match[2]) or len(calls) > CHIP_IS_FULL + 2:
+            raise ValueError(f"call {len(calls) + 1} has no heading, or is one too many")
+        at = end + 1 + length + 1
+        if at > len(log) or log[at - 1:at] != b"\n":
+            raise ValueError(f"call {len(calls) + 1} does not have {length} bytes")
+        calls.append(Call(match[1], match[2], match[4], log[end + 1:at - 1].decode("utf-8", "replace")))
+    return calls
+
+
+def read_processes(text: str) -> list[Process] | None:
+    """The process table, read by the names in its header row; None where there is no such table."""
+    names: list[str] = []
+    found = []
+    for line in map(str.strip, text.splitlines()):
+        cells = [" ".join(cell.split()) for cell in line.split("|")[1:-1]]
+        heads = [cell.lower() for cell in cells]
+        if "process id" in heads:
+            names = heads
+        elif names and len(cells) >= len(names) and cells[names.index("process id")].isdecimal():
+            inside = ""
+            if "process id in container" in names:  # counted from the end: the process name may hold a bar
+                inside = cells[names.index("process id in container") - len(names)]
+            npu, _, chip = cells[0].partition(" ")
+            inside = inside if inside.isdecimal() else ""
+            found.append(Process((npu, chip), cells[names.index("process id")], inside, line))
+    return found if names else None
+
+
+def read_names(text: str) -> tuple[str | None, str | None, set[str]]:
+    """From npu-smi info: its version, the driver's, and the names of the chips."""
+    npu_smi, driver, chips = None, None, set()
+    for line in text.splitlines():
+        words, cells = line.replace("Version:", "Version: ").split(), line.split("|")
+        if npu_smi is None and "npu-smi" in words[:-1] and "Version:" in words[:-1]:
+            following = (words[words.index(word) + 1] for word in ("npu-smi", "Version:"))
+            npu_smi, driver = (match and match[1] for match in map(re.compile(r"v?(\d[\w.]{0,40})").match, following))
+        health = cells[2].strip() if len(cells) > 3 else ""
+        if health.isalpha() and health != "Health" and len(cells[1].split()) == 2:
+            chips.add(cells[1].split()[1])
+    return npu_smi, driver, chips
+
+
+def correlate(pid: int, calls: list[Call]) -> tuple[Json, list[str]]:
+    """What the answers say of the PID, without the reason, and the calls that should have been made."""
+    own, (before, after, *more) = str(pid), calls
+    absent, wanted = None, ["info", "info"]
+    if before.outcome == "exit code 0" and (processes := read_processes(before.text)) is not None:
+        absent = not any(own in (process.pid, process.inside) for process in processes)
+    found: Json = {"captured": after.outcome == "exit code 0", "pid_found": False, "pid_line": None, "matched_by": None,
+                   "pid_absent_before": absent, "npu_id": None, "chip_id": None}
+    listed = (read_processes(after.text) if found["captured"] else None) or []
+    matches = [(process, "process id in container") for process in listed if process.inside == own]
+    matches += [(process, "process id") for process in listed if process.pid == own and not process.inside]
+    full = [chip for chip, count in Counter(process.chip for process in listed).items() if count == CHIP_IS_FULL]
+    for chip, call in zip(full[:CHIP_IS_FULL] if not matches else (), more, strict=False):
+        wanted.append(f"info -t proc-mem -i {chip[0]}" + (f" -c {chip[1]}" if chip[1] else ""))
+        for line in map(str.strip, call.text.splitlines()):
+            if not matches and f" Process id {own} " in f" {' '.join(line.replace(':', ' ').split())} ":
+                matches.append((Process(chip, own, "", line), "proc-mem"))
+        if matches or call.outcome.startswith("no answer"):
+            break
+    if matches and absent is not False:
+        row, matched_by = matches[0]
+        found.update(pid_found=True, pid_line=row.line, matched_by=matched_by, npu_id=row.chip[0], chip_id=row.chip[1])
+    return found, wanted
+
+
+def gate_npu_smi(s: Evidence) -> Problems:
+    """What the result says of npu-smi follows from its raw answers, which were given when they should have been."""
+    r, calls = s.r, read_calls(s.files.get(NPU_SMI, b""))
+    yield from unless(len(calls) > 0 or not s.done("npu"), f"{NPU_SMI}: no call, JSON got past the stage npu")
+    for number, call in enumerate(calls):
+        stage = "ready" if number else "npu"
+        late = number and r["ready_at"] and s.offset(call.at) < s.offset(r["ready_at"])
+        yield from unless(s.within(stage, s.offset(call.at)) and not late,
+                          f"{NPU_SMI}: call {number + 1} at {call.at}, JSON stages, ready_at {r['ready_at']}")
+        real = r["simulated"] is not False or "cannsim" not in call.text
+        yield from unless(real, f"simulated: JSON False, {NPU_SMI} names the simulator")
+    times = [call.at for call in calls]
+    yield from unless(times == sorted(times), f"{NPU_SMI}: the calls are not in the order of their times")
+    for call in calls[:2]:
+        npu_smi, driver, chips = read_names(call.text if call.outcome == "exit code 0" else "")
+        if s.done("npu") and (call is calls[0] or npu_smi):
+            yield from differ("versions npu_smi, driver", [r["versions"]["npu_smi"], r["versions"]["driver"]], NPU_SMI,
+                              [npu_smi, driver])
+            name = r["npu_device_name"].removesuffix(" (simulated)").removeprefix("Ascend")
+            alike = any(name.startswith(chip.removeprefix("Ascend")) for chip in chips)
+            yield from unless(alike or not chips, f"npu_device_name: JSON {name[:60]!r}, {NPU_SMI} {sorted(chips)[:4]}")
+    if r["npu_smi"] is not None:
+        found, wanted = correlate(r["pid"], calls)
+        for name, value in found.items():
+            yield from differ(name, r["npu_smi"][name], NPU_SMI, value)
+        yield from differ("reason", r["npu_smi"]["reason"] is None, NPU_SMI, found["pid_found"])
+        yield from differ("calls", wanted, NPU_SMI, [call.arguments for call in calls])
+
+
+# The device and the answers
+
+
+def gate_checkpoint(s: Evidence) -> Problems:
+    """The checkpoint is the one that was asked for, and the result says of it what its bytes say."""
+    r, stated = s.r, s.r["checkpoint"]
+    pinned = stated["sha256"] == PINNED_SHA256
+    yield from differ("size_ok, sha256_ok", [stated["size_ok"], stated["sha256_ok"]], "a good run", [True, True])
+    yield from differ("model_id, source_revision, license", [r["model_id"], r["source_revision"], r["license"]],
+                      "the digest", PINNED_IDENTITY if pinned else [None] * 3)
+    yield from differ("bytes", stated["bytes"], "the digest", PINNED_BYTES if pinned else int(stated["bytes"]))
+    if (path := checkpoint_at_hand(s)) is None:
+        return
+    raw = read_file(path.resolve(), MAX_CHECKPOINT)
+    found = [len(raw), hashlib.sha256(raw).hexdigest()]
+    yield from differ("checkpoint bytes, sha256", [stated["bytes"], stated["sha256"]], path.name, found)
+    if found[1] != stated["sha256"]:
+        return
+    s.model = model = program().read_checkpoint(raw)
+    yield from differ("observation_shape", r["observation_shape"], path.name, list(model.observation.shape))
+    space = dict(model.action)
+    if box := space.pop("box", None):
+        low, high = ([bound if math.isfinite(bound) else None for bound in bounds] for bounds in (box.low, box.high))
+        space.update(shape=list(box.shape), low=low, high=high, squashed=bool(model.policy_kwargs.get("squash_output")))
+    yield from differ("action_space", r["action_space"], path.name, space)
+    yield from differ("notes", bool(r["notes"]), path.name, model.vec_normalize)
+    if s.done("load"):
+        yield from differ("num_params", r["num_params"], path.name, sum(map(np.size, model.tensors.values())))
+
+
+def checkpoint_at_hand(s: Evidence) -> Path | None:
+    """The checkpoint that the reader names, or that of the project that the set names; else no file is looked into."""
+    if s.checkpoint:
+        return Path(s.checkpoint)
+    typed = "--checkpoint" in parse_argv(s.r["argv"])
+    path = Path(os.path.normpath(PROJECT / s.r["checkpoint"]["path"]))
+    # A name that was typed outside the project may be another file here.
+    known = path.is_relative_to(PROJECT) and not (typed and s.r["cwd"] == "outside the project")
+    return path if known and path.is_file() and path.stat().st_size <= MAX_CHECKPOINT else None
+
+
+def program() -> Any:
+    """inference.py, of which the reader of checkpoints and the float64 reference are used, and nothing else."""
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(PROJECT))
+    try:
+        import inference
+    finally:
+        sys.path.pop(0)
+    return inference
+
+
+def gate_device(s: Evidence) -> Problems:
+    """What a run that got past a stage cannot have found otherwise."""
+    r = s.r
+    for stage, claims in CLAIMS.items():
+        for name, value in claims.items() if s.done(stage) else ():
+            yield from differ(name, r[name], "a good run", value)
+    if not s.done("npu"):
+        return
+    for name, settings in (("environment", FORCED_ENVIRONMENT), ("determinism", DETERMINISM)):
+        yield from differ(name, {key: r[name][key] for key in settings}, "a good run", settings)
+    visible = r["visible_devices"]
+    yield from differ("visible_devices", visible, "environment", r["environment"]["ASCEND_RT_VISIBLE_DEVICES"])
+    numbers = [int(part) for part in visible.split(",")] if re.fullmatch(r"\d{1,5}(,\d{1,5}){0,999}", visible) else []
+    yield from unless(numbers == sorted(set(numbers)) and 1 <= r["device_count"] <= len(numbers),
+                      f"device_count: JSON {r['device_count']}, visible_devices {visible[:60]!r}")
+    nodes = r["device_nodes"]
+    ordered = nodes == sorted(set(nodes)) and all(re.fullmatch(r"/dev/davinci\w{0,40}", node) for node in nodes)
+    yield from unless(ordered, f"device_nodes: JSON {str(nodes)[:100]}, expected /dev/davinci* in order")
+    marks = [r["simulated"], r["simulator"] is not None, r["npu_device_name"].endswith(" (simulated)")]
+    yield from differ("simulated, simulator, npu_device_name", marks, "one fact", [r["simulated"]] * 3)
+    yield from unless(0 < r["pid"] <= 1 << 22, f"pid: JSON {r['pid']}, expected the number of a process")
+    yield from unless(None not in (r["versions"]["torch"], r["versions"]["torch_npu"]), "versions: JSON has no torch")
+    if s.done("load"):
+        yield from unless(r["num_params"] > 0, f"num_params: JSON {r['num_params']}, expected 1 or more")
+    if s.done("forward"):
+        named = all(re.fullmatch(r"aclnn[A-Z]\w{1,80}", name) and count > 0 for name, count in r["kernels"].items())
+        yield from unless(bool(r["kernels"]) and named, f"kernels: JSON {str(r['kernels'])[:100]}, expected aclnn...")
+
+
+def gate_outputs(s: Evidence) -> Problems:
+    """Names, shapes and types follow from the action space; the rows shown are as many as the rule says."""
+    r, forms = s.r, output_forms(s.r["action_space"])
+    wanted = {name: {"dtype": dtype, "shape": [r["rows"], *shape], "device": DEVICE}
+              for name, (dtype, shape) in forms.items()}
+    found = [*differ("outputs", r["outputs"], "action_space", wanted)]
+    found += differ("outputs", [name for name in OPTIONAL if r[name] is not None], "action_space",
+                    [name for name in OPTIONAL if name in forms])
+    chunk = max(1, min(CHUNK_ROWS, CHUNK_NUMBERS // math.prod(r["observation_shape"]), r["rows"]))
+    found += differ("repeated_rows", r["repeated_rows"], "rows", chunk if r["observations"] else r["rows"])
+    columns = {"observation": ("torch.float32", r["observation_shape"]), **forms}
+    widest = max(math.prod(shape) for _, shape in columns.values())
+    count = min(r["rows"], SHOWN_ROWS, max(1, SHOWN_NUMBERS // widest))
+    shown = {}
+    for name, (dtype, shape) in columns.items():
+        array = as_array(name, r[name], int if dtype == "torch.int64" else float)
+        cut = math.prod(shape) > SHOWN_NUMBERS
+        found += differ(f"shape of {name}", list(array.shape), "rows", [1, SHOWN_NUMBERS] if cut else [count, *shape])
+        found += unless(np.array_equal(array, array.astype(np.float32)), f"{name}: JSON has numbers beyond float32")
+        shown[name] = array.reshape(len(array), -1).astype(np.float64)
+    if not r["observations"] and (ran := s.rows_that_ran()) is not None:
+        rows = ran[:count].reshape(count, -1)[:, :SHOWN_NUMBERS].astype(np.float64)
+        found += differ("observation", shown["observation"].tolist(), "argv", rows.tolist())
+    elif shown["observation"].size == r["rows"] * math.prod(r["observation_shape"]):
+        digest = hashlib.sha256(shown["observation"].astype("<f4").tobytes()).hexdigest()
+        found += differ("sha256_float32", r["observations"]["sha256_float32"], "observation", digest)
+    yield from found
+    s.shown = {} if found else shown
+
+
+def gate_rows(s: Evidence) -> Problems:
+    """Each row is finite, and its log_prob, entropy and action follow from the parameters of its distribution."""
+    space, tolerance = s.r["action_space"], max(2 * TOLERANCE, 2 * s.r["reference"]["tolerance"])
+    recompute = {"Box": gaussian, "MultiBinary": bernoulli}.get(space["type"], categorical)
+    witness = OUTPUTS if s.r["observations"] else "JSON"
+    for start, rows in s.chunks():
+        for name, values in rows.items():
+            finite = bool(np.isfinite(values).all())
+            yield from unless(finite, f"{name}: {witness} has NaN or infinity after row {start}")
+            if start == 0:
+                count, width = s.shown[name].shape
+                yield from differ(name, s.shown[name].tolist(), witness, values[:count, :width].tolist())
+        if s.is_cut() and not s.r["observations"]:
+            return
+        for name, values in recompute(space, rows, tolerance).items():
+            allowed = 0.0 if name == "action" and space["type"] != "Box" else tolerance
+            wrong = ~(np.abs(rows[name] - values) <= allowed * np.maximum(1.0, np.abs(values)))
+            if wrong.any():
+                row = int(np.argwhere(wrong)[0][0])
+                yield (f"row {start + row}: {name}: {witness} {rows[name][row].tolist()}, recomputed "
+                       f"{values[row].tolist()}")
+                return
+
+
+def categorical(space: Json, rows: dict[str, Array], tolerance: float) -> dict[str, Array]:
+    """Discrete and MultiDiscrete: what follows from the logits, a group of them for each choice."""
+    choices = np.array(space.get("nvec", [space.get("n")]))
+    starts = np.cumsum(choices) - choices
+    largest = np.maximum.reduceat(rows["logits"], starts, axis=1)
+    shifted = rows["logits"] - np.repeat(largest, choices, axis=1)
+    logits = shifted - np.repeat(np.log(np.add.reduceat(np.exp(shifted), starts, axis=1)), choices, axis=1)
+    probs = np.exp(logits)
+    action = np.clip(rows["action"], 0, choices - 1)
+    taken = np.take_along_axis(logits, action.astype(np.int64) + starts, axis=1)
+    likely = np.maximum.reduceat(probs, starts, axis=1) - np.exp(taken) <= tolerance / 100  # the arg max, or a tie
+    best = np.stack([group.argmax(axis=1) for group in np.split(shifted, starts[1:], axis=1)], axis=1)
+    return {"probs": probs, "logits": logits, "action": np.where(likely, action, best),
+            "log_prob": taken.sum(axis=1, keepdims=True), "entropy": -(probs * logits).sum(axis=1, keepdims=True)}
+
+
+def bernoulli(space: Json, rows: dict[str, Array], tolerance: float) -> dict[str, Array]:
+    """MultiBinary: what follows from the logits, one for each number of the action."""
+    logits, one = rows["logits"], rows["action"] == 1
+    tie = (np.abs(logits) < tolerance) & (one | (rows["action"] == 0))
+    best = np.where(tie, one, logits > 0)
+    taken = np.where(best, logits, -logits)
+    size = np.abs(logits)
+    entropy = np.logaddexp(0, -size) + size * np.exp(-np.logaddexp(0, size))
+    return {"probs": np.exp(-np.logaddexp(0, -logits)), "action": best.astype(np.float64),
+            "log_prob": -np.logaddexp(0, -taken).sum(axis=1, keepdims=True),
+            "entropy": entropy.sum(axis=1, keepdims=True)}
+
+
+def gaussian(space: Json, rows: dict[str, Array], tolerance: float) -> dict[str, Array]:
+    """Box: what follows from the mean, at which the deterministic action lies, and the standard deviation."""
+    mean = rows["mean"]
+    bounds = [[side * math.inf if bound is None else bound for bound in space[name]]
+              for side, name in ((-1, "low"), (1, "high"))]
+    low, high = np.array(bounds, np.float32).astype(np.float64)
+    scale = np.log(rows["std"]) + 0.5 * math.log(2 * math.pi)
+    if not space["squashed"]:
+        return {"action": mean, "env_action": np.clip(mean, low, high),
+                "log_prob": -scale.sum(axis=1, keepdims=True), "entropy": (scale + 0.5).sum(axis=1, keepdims=True)}
+    action = np.tanh(mean)
+    log_prob = -(scale + np.log(1 - action**2 + 1e-6)).sum(axis=1, keepdims=True)
+    saturated = np.abs(mean).max(axis=1, keepdims=True) >= SATURATED  # lost in float32
+    return {"action": action, "env_action": low + 0.5 * (action + 1) * (high - low),
+            "log_prob": np.where(saturated, rows["log_prob"], log_prob)}
+
+
+def gate_reference(s: Evidence) -> Problems:
+    """The figures of the comparison with the float64 reference are consistent with each other and with the rows."""
+    r, reference, rows = s.r, s.r["reference"], s.r["rows"]
+    choices, squashed = r["action_space"]["type"] != "Box", r["action_space"].get("squashed", False)
+    names = [name for name in r["outputs"] if not (choices and name == "action")]
+    if squashed and "log_prob" not in reference["outputs"]:  # saturated in every row
+        names.remove("log_prob")
+    ties, outputs = reference["ties"], reference["outputs"]
+    yield from differ("reference.outputs", sorted(outputs), "outputs", sorted(names))
+    yield from differ("reference.rows", reference["rows"], "rows", rows)
+    yield from differ("within_tolerance", reference["within_tolerance"], "a good run", True)
+    yield from unless(0 <= ties <= rows * choices, f"ties: JSON {ties}, rows {rows}")
+    yield from differ("action_agreement", reference["action_agreement"], "rows, ties", (rows - ties) / rows)
+    yield from differ("within_1_percent", reference["within_1_percent"], "outputs",
+                      all(errors["max_rel_error_percent"] < 1 for errors in outputs.values()))
+    whole = r["observations"] or (len(s.shown["value"]) == rows and not s.is_cut())
+    largest, squares = dict.fromkeys(outputs, math.inf), dict.fromkeys(outputs, 0.0)
+    if whole:
+        largest = dict.fromkeys(outputs, 0.0)
+        for _, chunk in s.chunks():
+            for name in outputs:
+                largest[name] = max(largest[name], float(np.abs(chunk[name]).max()))
+                squares[name] += float((chunk[name] ** 2).sum())
+    for name, errors in outputs.items():
+        worst, percent, mean, cosine = errors.values()
+        count = math.prod(r["outputs"][name]["shape"])
+        size = largest[name] + worst  # at most so large is the reference
+        consistent = (0 <= mean <= worst * (1 + 1e-9) and worst <= mean * count * (1 + 1e-9) + 1e-300
+                      and worst <= reference["tolerance"] * max(1.0, size) * (1 + 1e-9)
+                      and 100 * worst / max(SMALL, size) <= percent * (1 + 1e-9) + 1e-300
+                      and percent <= 100 * worst / SMALL * (1 + 1e-9))
+        yield from unless(consistent, f"{name}: JSON {errors}, which contradict each other or the rows")
+        least = -1.0
+        if squares[name] > worst * mean * count and not (squashed and name == "log_prob"):
+            # The angle between two vectors is at most that whose sine is their distance by the length of one.
+            least = math.sqrt(1 - worst * mean * count / squares[name])
+        right = least == -1 if cosine is None else least - 1e-9 <= cosine <= 1 + 1e-9
+        yield from unless(right, f"{name}: JSON cosine {cosine}, errors and rows allow {least} to 1")
+
+
+def gate_published(s: Evidence) -> Problems:
+    """The comparison with the published result, of the pinned checkpoint and zeros, follows from the outputs."""
+    r, stated = s.r, s.r["published"]
+    pinned = r["checkpoint"]["sha256"] == PINNED_SHA256 and r["rows"] == 1 and not s.shown["observation"].any()
+    if not pinned or stated is None:
+        yield from differ("published", stated is not None, "the checkpoint and zeros", pinned)
+        return
+    errors = {name: float(np.abs(np.array(r[name]) - np.array(wanted)).max()) for name, wanted in PUBLISHED.items()}
+    within = all(error <= TOLERANCE * max(1.0, float(np.abs(np.array(PUBLISHED[name])).max()))
+                 for name, error in errors.items())
+    yield from differ("published", stated, "the outputs", {
+        "tolerance": TOLERANCE, "within_tolerance": within and r["action"] == [0], "action_equal": r["action"] == [0],
+        "outputs": errors})
+    yield from differ("published.within_tolerance", stated["within_tolerance"], "a good run", True)
+
+
+def gate_benchmark(s: Evidence) -> Problems:
+    timed = s.r["benchmark"]
+    lines = [timed[name] for name in ("eager", "graph") if timed[name]]
+    yield from differ("warm_up_passes", timed["warm_up_passes"], "every run", WARM_UP)
+    yield from differ("graph_reason", timed["graph_reason"] is None, "graph", timed["graph"] is not None)
+    for line in lines:
+        ordered = 0 < line["p50_s"] <= line["p90_s"] <= line["p99_s"] and line["mean_s"] >= line["p50_s"] / 2
+        yield from unless(ordered, f"benchmark: JSON {line}, not in order")
+        yield from differ("benchmark passes", line["passes"], "eager", timed["eager"]["passes"])
+    total, took = sum(line["passes"] * line["mean_s"] for line in lines), s.r["stages"]
+    yield from unless(total <= took["forward"] + took["benchmark"], f"benchmark: JSON {total} s of passes, stages less")
+
+
+def answers_at_hand(s: Evidence) -> Iterator[tuple[int, Array, dict[str, Array]]]:
+    """(number of the first row, observations, outputs): of all rows, or of those that the result shows."""
+    ran, shape = s.rows_that_ran(), s.r["observation_shape"]
+    if ran is not None and s.r["observations"]:
+        widest = max(max(tensor.shape) for tensor in s.model.tensors.values())
+        for start, rows in s.chunks(max(1, 4 * CHUNK_NUMBERS // widest)):
+            yield start, np.array(ran[start:start + len(rows["value"])], np.float32), rows
+    elif ran is not None or math.prod(shape) <= SHOWN_NUMBERS:
+        rows = {name: s.shown[name] for name in s.r["outputs"]}
+        count = len(rows["value"])
+        observations = s.shown["observation"].reshape(count, *shape) if ran is None else ran[:count]
+        yield 0, observations.astype(np.float32), rows
+
+
+def gate_answers(s: Evidence) -> Problems:
+    """Every answer at hand is, within the tolerance, what the checkpoint's own bytes give in float64."""
+    r, space, digest, seen, differing = s.r, s.r["action_space"], hashlib.sha256(), 0, 0
+    tolerance, worst = r["reference"]["tolerance"], dict.fromkeys(r["reference"]["outputs"], 0.0)
+    for start, observations, rows in answers_at_hand(s):
+        digest.update(observations.tobytes())
+        seen += len(observations)
+        reference = {name: values.reshape(len(observations), -1)
+                     for name, values in program().reference_outputs(s.model, observations).items()}
+        meaningful = slice(None)
+        if space.get("squashed"):
+            meaningful = np.abs(reference["mean"]).max(axis=1) < SATURATED
+        if space["type"] != "Box" and rows["action"].shape == reference["action"].shape:
+            other = (rows["action"] != reference["action"]).any(axis=1)
+            own = program().log_prob_of(s.model, reference["logits"], rows["action"])[:, None]
+            no_tie = other & (np.abs(own - reference["log_prob"]) > tolerance)[:, 0]
+            yield from unless(not no_tie.any(), f"action of row {start + int(no_tie.argmax())}: not the checkpoint's")
+            reference["log_prob"] = np.where(other[:, None], own, reference["log_prob"])
+            differing += int(other.sum())
+        for name in worst:
+            keep = meaningful if name == "log_prob" else slice(None)
+            ours, theirs = rows[name][keep], reference[name][keep][:, :rows[name].shape[1]]
+            error = np.abs(ours - theirs)
+            worst[name] = max(worst[name], float(error.max(initial=0.0)))
+            wrong = ~(error <= tolerance * np.maximum(1.0, np.abs(theirs)) * (1 + 1e-9)).all(axis=1)
+            if wrong.any():
+                row = int(wrong.argmax())
+                yield f"{name}: JSON and the rows {ours[row].tolist()}, the checkpoint {theirs[row].tolist()}"
+    if seen == r["rows"] and not s.is_cut():
+        yield from differ("ties", r["reference"]["ties"], "recomputed", differing)
+        for name, errors in r["reference"]["outputs"].items():  # float64 differs between machines in its last bits
+            stated = errors["max_abs_error"]
+            near = abs(worst[name] - stated) <= 1e-10 + 1e-6 * worst[name]
+            yield from unless(near, f"max_abs_error of {name}: JSON {stated}, recomputed {worst[name]}")
+        if r["observations"]:
+            stated = r["observations"]["sha256_float32"]
+            yield from differ("sha256_float32", stated, "--observations", digest.hexdigest())
+
+
+# --- The verdict
+
+# With the stage that the run must have completed.
+GATES: tuple[tuple[str, str, Callable[[Evidence], Problems]], ...] = (
+    ("keys and types", "", gate_keys), ("sizes", "", gate_sizes), ("outcome", "", gate_outcome),
+    ("times", "", gate_times), ("files", "", gate_files), ("program", "", gate_program),
+    ("command line", "", gate_command_line), ("log", "", gate_log), ("marker", "", gate_marker),
+    ("npu-smi", "", gate_npu_smi), ("checkpoint", "verify", gate_checkpoint), ("device", "", gate_device),
+    ("outputs", "forward", gate_outputs), ("rows", "forward", gate_rows), ("reference", "forward", gate_reference),
+    ("published", "forward", gate_published), ("benchmark", "benchmark", gate_benchmark),
+    ("answers", "forward", gate_answers))
+
+
+def check(directory: Path, checkpoint: str | None, observations: str | None) -> tuple[Json, Json]:
+    """The report on one set, and its result ({} where that cannot be read)."""
+    report: Json = {"directory": str(directory), "head": {}, "gates": [], "notes": [], "verdict": "INVALID"}
+    try:
+        s = Evidence(directory, checkpoint, observations)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        report["gates"].append({"gate": "reading", "problems": [str(error) or type(error).__name__]})
+        return report, {}
+    failed: set[str] = set()
+    for name, stage, gate in GATES:
+        if failed & {"keys and types", "sizes"}:  # nothing is computed with what is malformed
+            break
+        if not s.done(stage) or (stage == "forward" and gate is not gate_outputs and not s.shown):
+            continue
+        if gate is gate_answers and s.model is None:
+            continue
+        try:
+            with np.errstate(all="ignore"):
+                problems = [problem[:500] for problem, _ in zip(gate(s), range(5), strict=False)]
+        except Exception as error:  # noqa: BLE001 (a gate computes with whatever a forged set holds)
+            problems = [f"{type(error).__name__}: {error}"[:500]]
+        report["gates"].append({"gate": name, "problems": problems})
+        failed |= {name} if problems else set()
+    if not failed & {"keys and types", "sizes"}:
+        report.update(head=head_of(s), notes=list(notes_of(s)))
+    if not failed:
+        report["verdict"] = "FAILED RUN" if s.r["error"] else "VALID"
+    return report, s.r
+
+
+def head_of(s: Evidence) -> Json:
+    """What the set is about."""
+    r, checkpoint, reference = s.r, s.r["checkpoint"], s.r["reference"]
+    head = {"checkpoint": "not read", "device": "none was taken", "action": "none", "error": "not compared",
+            "date": f"{r['started_at'][:19]} UTC, {r['total_s']} s, by inference.py {r['script_version']}"}
+    if checkpoint and checkpoint["sha256"]:
+        pinned = "the pinned one" if checkpoint["sha256"] == PINNED_SHA256 else "not the pinned one"
+        head["checkpoint"] = f"{checkpoint['path']} ({pinned}), SHA256 {checkpoint['sha256']}"
+    if r["npu_device_name"]:
+        head["device"] = f"{r['npu_device_name']}, {'SIMULATED, not a physical NPU' if r['simulated'] else 'physical'}"
+    if r["action"] is not None:
+        head["action"] = f"{str(r['action'])[:60]} ({r['rows']} row{'s' * (r['rows'] > 1)})"
+    if reference and reference["outputs"]:
+        name, worst = max(reference["outputs"].items(), key=lambda output: output[1]["max_rel_error_percent"])
+        head["error"] = (f"at most {worst['max_rel_error_percent']:.3g} % of the float64 reference ({name}), tolerance "
+                         f"{reference['tolerance']}, actions agree in {reference['action_agreement']:.2%} of the rows")
+    return head
+
+
+def notes_of(s: Evidence) -> Iterator[str]:
+    """What a whole and consistent set does not show."""
+    r, npu_smi = s.r, s.r["npu_smi"]
+    if r["error"]:
+        yield f"the run failed in stage {r['error']['stage']}: {r['error']['message']}; {r['error']['hint']}"
+    if r["simulated"]:
+        yield "simulated: nothing in this set is about a physical NPU"
+    if s.done("npu") and not r["simulated"] and not r["device_nodes"]:
+        yield "the process held no /dev/davinci* open: the kernel is no witness that it used an NPU"
+    if npu_smi and not npu_smi["pid_found"]:
+        yield f"npu-smi did not list the process: {npu_smi['reason']}"
+    if npu_smi and npu_smi["pid_absent_before"] is None:
+        yield "npu-smi could not be asked for the PID before the device was taken (pid_absent_before null)"
+    if s.done("forward"):
+        if s.model is None:
+            yield "the checkpoint is not at hand: the answers were not recomputed (--checkpoint PATH)"
+        elif r["observations"] and not s.observations:
+            yield "of the rows of the file, only those that the result shows were recomputed (--observations FILE)"
+        if r["reference"]["tolerance"] > TOLERANCE:
+            yield f"the run allowed itself errors of {r['reference']['tolerance']}, the default is {TOLERANCE}"
+    if not r["error"] and r["worker_exit"] != "exit code 0":
+        yield f"the process on the NPU, after its work was done: {r['worker_exit']}"
+    yield from r["notes"]
+
+
+def join(results: list[Json]) -> Json | None:
+    """Whether sets are slices of one file: complete, and without overlap. None where none of them is a slice."""
+    files = sorted((r["observations"] for r in results if r["observations"]), key=lambda file: int(file["first_row"]))
+    if len(results) < 2 or not any(file["rows"] < file["total_rows"] for file in files):
+        return None
+    problems = [] if len(files) == len(results) else ["a set has no file of observations"]
+    for what, values in (("checkpoint", {r["checkpoint"]["sha256"] for r in results}),
+                         ("inference.py", {r["script_sha256"] for r in results}),
+                         *((key, {file[key] for file in files}) for key in ("file", "dtype", "total_rows"))):
+        problems += unless(len(values) == 1, f"not one {what}: {sorted(values)}")
+    end, total = 0, files[0]["total_rows"]
+    for file in [*files, {"first_row": total, "rows": 0}]:
+        what = "missing" if end < file["first_row"] else "there twice"
+        problems += unless(end == file["first_row"], f"rows {end} to {file['first_row']} are {what}")
+        end = file["first_row"] + file["rows"]
+    rows = sum(file["rows"] for file in files)
+    return {"complete": not problems, "problems": problems, "rows": rows, "total_rows": total}
+
+
+def printable(text: str) -> str:
+    """Harmless on a terminal, and in any locale."""
+    return "".join(c if c.isascii() else c.encode("unicode_escape").decode() for c in one_line(text))
+
+
+def lines_of_report(report: Json) -> Iterator[str]:
+    yield f"{report['directory']}"
+    yield from (f"      {name:<12}{text[:300]}" for name, text in report["head"].items())
+    for gate in report["gates"]:
+        yield f"FAIL  {gate['gate']}: {'; '.join(gate['problems'])}" if gate["problems"] else f"PASS  {gate['gate']}"
+    yield from (f"NOTE  {note[:600]}" for note in report["notes"][:10])
+    yield report["verdict"]
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        print(printable(f"check_evidence.py: usage: {message}; see --help"), file=sys.stderr)
+        sys.exit(2)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("check_evidence.py", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", metavar="DIR", nargs="*", default=[str(PROJECT / "logs")])
+    parser.add_argument("--checkpoint", metavar="PATH", help="the checkpoint of the sets, to recompute their answers")
+    parser.add_argument("--observations", metavar="FILE", help="the file of observations, to recompute every row")
+    parser.add_argument("--json", action="store_true", help="the reports as one JSON object")
+    args = parser.parse_args(argv)
+    given = [path for path in (args.checkpoint, args.observations) if path]
+    missing = [f"{path}: no such file" for path in given if not Path(path).is_file()]
+    missing += [f"{path}: no such directory, or without {RESULT}" for path in args.directories
+                if not os.path.lexists(Path(path, RESULT))]
+    if missing:
+        parser.error(missing[0])
+    checked = [check(Path(path), args.checkpoint, args.observations) for path in args.directories]
+    reports, readable = [report for report, _ in checked], all(report["verdict"] != "INVALID" for report, _ in checked)
+    shards = join([result for _, result in checked]) if readable else None
+    good = all(report["verdict"] == "VALID" for report in reports) and (shards is None or shards["complete"])
+    lines = [line for report in reports for line in lines_of_report(report)]
+    if shards:
+        lines.append(f"SHARDS {'COMPLETE' if shards['complete'] else 'INCOMPLETE'}: {shards['rows']} of "
+                     f"{shards['total_rows']} rows{''.join(f'; {problem}' for problem in shards['problems'])}")
+    if args.json:
+        lines = [json.dumps({"exit_code": int(not good), "sets": reports, "shards": shards})]
+    try:
+        print("\n".join(map(printable, lines)), flush=True)
+    except OSError:  # nobody reads: the exit code has the verdict as well, and what is left must not fail at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
