@@ -7,67 +7,76 @@
 
 The stages, in the order they run:
 
-  verify    size, SHA256 and structure of the checkpoint, with the standard
-            library alone
+  verify    size and SHA256 of the checkpoint; its values, parsed by a reader
+            that executes nothing; the observations
   npu       torch_npu is imported, npu:0 is set and computes something; names
             and versions
-  load      PPO.load from the verified bytes; every parameter on npu:0, bit for
-            bit the checkpoint's
+  load      PPO.load from an archive rebuilt from those values; every parameter
+            on npu:0, bit for bit the checkpoint's
   ready     logs/npu_ready.marker with the PID, a hold, and what npu-smi says
             about that PID meanwhile
-  forward   one deterministic pass on npu:0, run twice and compared bit for bit
-  final     the log is closed and sealed, then logs/npu_result.json is written:
-            last, and atomically
+  forward   one deterministic pass on npu:0, run twice and compared bit for
+            bit; its kernels counted; compared with a float64 reference
+  final     the worker ends, the log is closed, and logs/npu_result.json is
+            written: last, and atomically
 
 Exit codes: 0 success, 1 a bug in this program, 2 usage, 3 checkpoint missing
-or rejected, 4 no NPU, 5 loading or placement failed, 6 forward failed or the
-device hung, 7 evidence cannot be written or another run is writing it,
-8 --check found no good run, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
+or rejected, 4 no NPU, 5 loading or placement failed, 6 forward failed, gave
+a wrong answer, or the device hung, 7 evidence cannot be written or another
+run is writing it, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
 
 Nothing runs on the CPU in the NPU's place: not the process, not a tensor, not
-an operator. A checkpoint is untrusted input: it is read once, hashed, and
-loaded from those same bytes, and nothing in it is unpickled with arbitrary
-globals.
+an operator. Check a finished run with tests/check_evidence.py.
 """
 
-# The file reads in the order in which a run goes. Before the stages stands what all of them use: the command line, the
-# log's lines, the evidence, the watcher. After them stands --check, which runs nothing and recomputes what an evidence
-# set states.
+# Two processes. The supervisor, which the user starts, writes all evidence, asks npu-smi, and keeps the deadline; it
+# never imports torch, so that it answers whatever the device does. The worker, which it forks, is the process on the
+# NPU: it goes through the stages straight down and sends what it measures over a pipe. The file reads in that order:
+# the command line, the evidence, the supervisor, npu-smi, the worker's stages, and `main`, which ties them together.
 
 from __future__ import annotations
 
+import os
+
+# Before all else the bytes that Python has just read, so that the evidence names the program that ran. Piped into
+# python3 it has no file, and `main` refuses.
+SCRIPT = globals().get("__file__", os.devnull)
+with open(os.open(SCRIPT, os.O_RDONLY | os.O_NONBLOCK), "rb") as script:
+    SOURCE = script.read()
+
 import argparse
 import ast
+import collections
 import contextlib
-import csv
 import ctypes
+import difflib
 import errno
+import faulthandler
 import fcntl
 import hashlib
 import io
-import itertools
 import json
 import math
-import os
 import pickle
+import pickletools
 import platform
 import re
 import select
 import shutil
 import signal
+import socket
 import stat
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -75,10 +84,13 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import numpy
     import torch
-    from stable_baselines3 import PPO
 
-SCHEMA = "npu-inference-evidence/1"
-PROJECT = Path(__file__).resolve().parent
+    Array = numpy.ndarray[Any, Any]
+
+VERSION = "2.0"
+SCHEMA = "npu-inference-evidence/2"
+CODE = sys._getframe().f_code
+PROJECT = Path(SCRIPT).resolve().parent
 DEVICE = "npu:0"
 
 # The pinned checkpoint: HumanCompatibleAI/ppo-seals-CartPole-v0 at the revision below.
@@ -104,41 +116,28 @@ PUBLISHED: dict[str, Any] = {
     "logits": [[-0.30756598711013794, -1.3289103507995605]],
     "entropy": [0.5779828429222107],
 }
-TOLERANCE = 1e-3  # relative for the value, absolute for the rest
+TOLERANCE = 1e-3  # of an output against the float64 reference: absolute, relative above 1
 
-# What SB3 writes into a checkpoint, from 1.0rc0 to 2.9; anything else is no checkpoint of SB3's.
-REQUIRED_MEMBERS = {"data", "policy.pth", "policy.optimizer.pth"}
-OPTIONAL_MEMBERS = {"pytorch_variables.pth", "_stable_baselines3_version", "system_info.txt"}
+LOG, MARKER, NPU_SMI, OUTPUTS, RESULT = (
+    "npu_inference.log", "npu_ready.marker", "npu_smi.log", "npu_outputs.npy", "npu_result.json")
 MAX_CHECKPOINT_BYTES = 128 << 20  # an MLP of 11 million parameters, with its optimizer's state
-MAX_DATA_BYTES = 8 << 20  # of `data`, mostly 15 kB
-MAX_INDEX_BYTES = 256 << 10  # of an archive's directory, and of the pickle that describes the tensors: mostly 2 kB
-
-OUTPUTS_FILE = "npu_outputs.npz"
-EVIDENCE_FILES = ("npu_inference.log", "npu_ready.marker", "npu_smi.log", OUTPUTS_FILE)
-RESULT_FILE = "npu_result.json"
 CHUNK_BYTES = 1 << 20  # of float32 observations in one pass over a file, and
 CHUNK_ROWS = 16384  # no more rows than these
-SHOWN_ROWS = 16  # of a file, in the log and the result
-PROGRESS_S = 5.0
-NPU_SMI_TIMEOUT_S = 20.0  # it takes seconds on a board of many chips, and queues where others ask as well
-NPU_SMI_MAX_BYTES = 1 << 20
-NPU_SMI_MAX_PROCESSES = 8  # npu-smi lists no more for one chip
+SHOWN_ROWS = 16  # in the log and the result, and
+SHOWN_NUMBERS = 1000  # no more numbers of one output than these
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Failures: one class for each exit code. `main` is the one place where they become a message and an exit code.
+# Failures: one class for each exit code. `Supervisor.conclude` turns them into a message, evidence and an exit code.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Failure(BaseException):
-    """A run that cannot go on. `hint` says what the user can do about it.
-
-    No Exception, so that what catches the errors of a library, here or in a library, never takes one of these for them.
-    """
+class Failure(Exception):
+    """A run that cannot go on. `hint` says what the user can do about it. This class itself stands for a bug."""
 
     code = 1
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "this is a bug: please report it") -> None:
         super().__init__(message)
         self.hint = hint
 
@@ -177,6 +176,14 @@ class Interrupted(Failure):
         self.code = 128 + signum
 
 
+FAILURES = {kind.__name__: kind for kind in (Failure, *Failure.__subclasses__())}
+
+# What an error of a library, of CANN or of the operating system means in each stage.
+STAGE_FAILURES: dict[str, type[Failure]] = {
+    "verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed,
+    "forward": ForwardFailed, "benchmark": ForwardFailed, "final": ForwardFailed}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,232 +191,107 @@ class Interrupted(Failure):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UsageError(message, "see python3 inference.py --help")
+        if "unrecognized" in message:
+            for flag in re.findall(r"--[\w-]+", message):
+                for known in difflib.get_close_matches(flag, self._option_string_actions, 1):
+                    message += f" (did you mean {known}?)"
+        raise UsageError(message, "nothing was run; see python3 inference.py --help")
 
 
-def create_parser(add_help: bool = True) -> argparse.ArgumentParser:
-    """Without the help, whose option would end the process, for a command line that is to be parsed."""
+def create_parser() -> Parser:
     summary, _, rest = (__doc__ or "").partition("\n")
-    parser = Parser("inference.py", description=summary, epilog=rest, allow_abbrev=False, add_help=add_help,
+    parser = Parser("inference.py", description=summary, epilog=rest, allow_abbrev=False,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_argument_group("the model")
-    model.add_argument("--checkpoint", metavar="PATH", type=existing_name, default=None,
-                       help=f"an SB3 PPO zip (default: {CHECKPOINT_NAME} beside this script)")
-    model.add_argument("--sha256", metavar="HEX", type=sha256_digest, default=CHECKPOINT_SHA256,
-                       help="the digest that the checkpoint must have (default: the pinned checkpoint's)")
-    rows = parser.add_argument_group("the observations")
-    one = rows.add_mutually_exclusive_group()
-    one.add_argument("--observation", metavar="JSON", type=json_list, default=None,
-                     help="one observation or a list of them (default: zeros, [0.0, 0.0, 0.0, 0.0] for CartPole)")
-    one.add_argument("--observations", metavar="FILE", type=existing_name, default=None,
-                     help=f"a .npy, .csv or .json file of them, one a row; all outputs go to {OUTPUTS_FILE}")
-    rows.add_argument("--shard", metavar="I/N", type=slice_of_file, default=(1, 1),
-                      help="only the I-th of N equal slices of the file, I from 1 to N")
-    run = parser.add_argument_group("the run")
-    run.add_argument("--hold-seconds", metavar="S", type=seconds, default=8.0,
-                     help="time between the ready marker and the forward, for npu-smi (default: 8)")
-    run.add_argument("--log-dir", metavar="DIR", type=existing_name, default=None,
-                     help="where the evidence goes (default: logs beside this script)")
-    run.add_argument("--timeout-seconds", metavar="S", type=seconds, default=300.0,
-                     help="end a run whose device does not answer, the hold not counted (default: 300)")
-    extra = parser.add_argument_group("beside the evidence")
-    extra.add_argument("--compare-cpu", action="store_true",
-                       help="run the same weights and observations on the CPU too, as a reference for the NPU")
-    extra.add_argument("--tolerance", metavar="T", type=tolerance, default=TOLERANCE,
-                       help="what --compare-cpu allows: absolute, relative above 1 (default: %(default)s)")
-    extra.add_argument("--benchmark", metavar="N", type=count, default=0,
-                       help="time N warm passes over one observation, and batches of 1, 16, 256 and 4096")
-    checker = parser.add_argument_group("instead of a run")
-    checker.add_argument("--check", metavar="DIR", nargs="?", const="", type=str,
-                       help="run nothing, but check an evidence set (default: logs beside this script)")
+    parser.add_argument("--version", action="version", version=f"inference.py {VERSION}")
+    add = parser.add_argument_group("the model").add_argument
+    add("--checkpoint", metavar="PATH",
+        help=f"an SB3 PPO zip (default: {CHECKPOINT_NAME} beside this script)")
+    add("--sha256", metavar="HEX", default=CHECKPOINT_SHA256, type=str.lower,
+        help="the digest that the checkpoint must have (default: the pinned checkpoint's)")
+    add = parser.add_argument_group("the observations").add_argument
+    add("--observation", metavar="JSON",
+        help="one observation or a list of them (default: zeros, [0.0, 0.0, 0.0, 0.0] for CartPole)")
+    add("--observations", metavar="FILE",
+        help=f"a .npy or .csv file of them, one a row; all outputs go to {OUTPUTS}")
+    add("--shard", metavar="I/N", help="only the I-th of N equal slices of the file, I from 1 to N")
+    add = parser.add_argument_group("the run").add_argument
+    add("--hold-seconds", metavar="S", type=float, default=8.0,
+        help="time between the ready marker and the forward, for npu-smi (default: 8)")
+    add("--log-dir", metavar="DIR", help="where the evidence goes (default: logs beside this script)")
+    add("--timeout-seconds", metavar="S", type=float, default=300.0,
+        help="end a run whose device does not answer, the hold not counted (default: 300)")
+    add("--tolerance", metavar="T", type=float, default=TOLERANCE,
+        help="how far an output may be from the float64 reference: absolute, relative above 1 (default: %(default)s)")
+    add("--benchmark", metavar="N", type=int, default=0,
+        help="after the evidence, time N warm passes, eager and as a graph")
     return parser
 
 
-PATH_OPTIONS = ("--checkpoint", "--observations", "--log-dir")
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line, checked as far as it can be without the checkpoint. Raises UsageError."""
+    parser = create_parser()
+    args = parser.parse_args(argv)
+    for path in (args.checkpoint, args.observations, args.log_dir):
+        if path is not None and (not path or "\0" in path):
+            parser.error("a path is empty, or holds a NUL")
+    if not re.fullmatch("[0-9a-f]{64}", args.sha256):
+        parser.error(f"--sha256 {args.sha256[:80]!r} is not a SHA256: 64 hexadecimal digits")
+    for flag, value in (("--hold-seconds", args.hold_seconds), ("--timeout-seconds", args.timeout_seconds)):
+        if not 0 <= value <= 86400:
+            parser.error(f"{flag} takes seconds from 0 to 86400, not {value}")
+    if not 0 < args.tolerance < math.inf:
+        parser.error(f"--tolerance takes a number above 0, not {args.tolerance}")
+    if not 0 <= args.benchmark <= 1_000_000:
+        parser.error(f"--benchmark takes a number of passes from 1 to 1000000, not {args.benchmark}")
+    if args.observation is not None and args.observations is not None:
+        parser.error("--observation and --observations do not go together")
+    if args.shard is not None:
+        match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", args.shard)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
+            parser.error(f"--shard {args.shard[:40]!r} is not a slice I/N with I from 1 to N, such as 1/4")
+        if args.observations is None:
+            parser.error("--shard needs --observations: name the file whose slices are meant")
+    if args.observation is not None:
+        try:
+            args.observation = json.loads(args.observation)
+        except (ValueError, RecursionError):
+            parser.error(f"--observation {args.observation[:60]!r} is not JSON such as [0.0, 0.0, 0.0, 0.0]")
+    return args
 
 
-def existing_name(text: str) -> str:
-    if not text or "\0" in text:
-        raise argparse.ArgumentTypeError("a path is needed")
-    return text
+def shown(path: str | Path, typed: str | None = None) -> str:
+    """A path as evidence may show it: inside the project relative to it, any other as the user typed it."""
+    with contextlib.suppress(FileNotFoundError):  # of a current directory that was deleted
+        for absolute in (os.path.abspath(path), os.path.realpath(path)):
+            if Path(absolute).is_relative_to(PROJECT):
+                return str(Path(absolute).relative_to(PROJECT))
+    return typed or Path(path).name
 
 
-def option(convert: Callable[[str], Any], what: str) -> Callable[[str], Any]:
-    """A type of argparse: text that `convert` makes nothing of (an error, or None) is refused as no `what`."""
-    def value_of(text: str) -> Any:
-        with contextlib.suppress(ValueError, RecursionError):
-            if (value := convert(text)) is not None:
-                return value
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {what}")
-    return value_of
-
-
-def number(text: str, least: float, most: float, kind: type = float) -> Any:
-    return kind(text) if re.fullmatch(r"[0-9.eE+-]{1,40}", text) and least <= kind(text) <= most else None
-
-
-def shard(text: str) -> tuple[int, int] | None:
-    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    return (int(match[1]), int(match[2])) if match and 1 <= int(match[1]) <= int(match[2]) else None
-
-
-sha256_digest = option(lambda text: text.lower() if re.fullmatch(r"[0-9a-fA-F]{64}", text) else None,
-                       "SHA256: 64 hexadecimal digits")
-seconds = option(lambda text: number(text, 0, 86400), "time: seconds from 0 to 86400")
-tolerance = option(lambda text: number(text, sys.float_info.min, sys.float_info.max), "number above 0")
-count = option(lambda text: number(text, 1, 1_000_000, int), "number from 1 to 1000000")
-slice_of_file = option(shard, "slice I/N with I from 1 to N, such as 1/4")
-json_list = option(lambda text: value if isinstance(value := json.loads(text), list) and value else None,
-                   "JSON list such as [0.0, 0.0, 0.0, 0.0]")
+def shown_argv(argv: list[str], args: argparse.Namespace) -> list[str]:
+    """The command line with its paths as evidence may show them, `--flag=path` included."""
+    paths = {path: shown(path, typed=path) for path in (args.checkpoint, args.observations, args.log_dir) if path}
+    result = ["inference.py"]
+    for argument in argv:
+        flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        result.append(flag + equals + paths.get(value, value))
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Evidence: the files of one run. All or nothing: npu_result.json with exit_code 0 is written last, and atomically.
 # ---------------------------------------------------------------------------------------------------------------------
 
-
-# npu_result.json: what each stage measures ("" is for the whole run), with the form of each value: a type, a list of
-# one form, or an object of given keys or of any ("*"). Every key is in every result. Where its name ends in "?" it may
-# be null; in a run that failed, so may all that was not measured.
-TIMES_FORM = {"batch": int, "passes": int, "p50_s": float, "p90_s": float, "p99_s": float, "mean_s": float,
-              "rows_per_s": float}
-RESULT_FORMS: dict[str, dict[str, Any]] = {
-    "": {
-        "schema": str, "exit_code": int, "script_sha256": str, "pid": int, "argv": [str], "cwd": str, "log_dir": str,
-        "started_at": str, "finished_at": str, "total_s": float,
-        "versions": {"python": str, "platform": str, "torch": str, "torch_npu": str, "cann?": str, "npu_smi?": str,
-                     "driver?": str, "stable_baselines3?": str, "gymnasium?": str, "numpy?": str, "cloudpickle?": str},
-        "stages": [{"name": str, "elapsed_s": float, "outcome": str}], "files": {"*": str},
-        "error?": {"stage": str, "type": str, "message": str, "hint": str}},
-    "verify": {
-        "checkpoint": {"path": str, "bytes": int, "sha256": str, "size_ok": bool, "sha256_ok": bool},
-        "model_id?": str, "source_revision?": str, "license?": str, "rows": int,
-        "observations?": {"file": str, "dtype": str, "shard": str, "first_row": int, "rows": int,
-                          "sha256_float32": str}},
-    "npu": {
-        "simulated": bool, "simulator?": str, "engine": str, "visible_devices": str, "npu_available": bool,
-        "npu_device": str, "npu_device_name": str, "device_count": int, "device_nodes": [str],
-        "environment": {"ASCEND_RT_VISIBLE_DEVICES": str, "TASK_QUEUE_ENABLE": str, "ACL_OP_INIT_MODE": str,
-                        "TORCH_NPU_FALLBACK_CPU_DISABLE": str, "TORCH_FORCE_WEIGHTS_ONLY_LOAD": str,
-                        "TORCH_DEVICE_BACKEND_AUTOLOAD": str},
-        "determinism": {"deterministic_algorithms": bool, "jit_compile": bool, "allow_hf32_matmul": bool,
-                        "allow_hf32_conv": bool, "device?": bool}},
-    "load": {
-        "policy_class": str, "num_params": int, "param_devices": [str], "all_params_on_npu": bool,
-        "params_match_checkpoint": bool, "model_device": str, "load_s": float},
-    "ready": {
-        "hold_seconds": float, "ready_at": str,
-        "npu_smi": {"captured": bool, "pid_found": bool, "pid_line?": str, "matched_by?": str, "reason?": str,
-                    "detail?": str, "npu_id?": str, "chip_id?": str}},
-    "forward": {
-        "input_device": str, "output_device": str, "all_outputs_on_npu": bool, "action_space": dict,
-        "repeated_rows": int, "observation": list, "action": list, "env_action?": list, "value": list,
-        "log_prob": list, "entropy?": list, "probs?": list, "logits?": list, "mean?": list, "std?": list,
-        "outputs": {"*": {"dtype": str, "shape": [int], "device": str}}, "bitwise_repeatable": bool, "forward_s": float,
-        "reference?": dict,
-        "cpu_reference?": {
-            "rows": int, "tolerance": float, "within_tolerance": bool, "action_agreement": float, "ties": int,
-            "outputs": {"*": {"max_abs_diff": float, "mean_abs_diff": float, "cosine?": float}}}},
-    "benchmark": {
-        "benchmark?": {"simulated": bool, "warm_up_passes": int, "actions_equal_evidence": bool, "single": TIMES_FORM,
-                       "eager": TIMES_FORM, "batches": [TIMES_FORM]}},
-}
-STAGE_OF_KEY = {name.rstrip("?"): stage for stage, keys in RESULT_FORMS.items() for name in keys}
-VERSIONS = [name.rstrip("?") for name in RESULT_FORMS[""]["versions"]]
-
-Result = dict[str, Any]  # npu_result.json
-
-
-def fields(prefix: str, values: dict[str, Any]) -> str:
-    return " ".join([prefix, *(f"{name}={value}" for name, value in values.items())])
-
-
-def lines_of_output(result: Result, name: str) -> str:
-    output = result["outputs"][name]
-    return (f"[forward] {name}={result[name]} shape={tuple(output['shape'])} dtype={output['dtype']} "
-            f"device={output['device']}")
-
-
-def lines_of_forward(r: Result) -> list[str]:
-    shape = (r["rows"], *shape_of(r["observation"])[1:])
-    pair = ("probs", "logits") if r["probs"] is not None else ("mean", "std")
-    return [
-        f"[forward] elapsed={r['forward_s']:.4f}s (npu-synchronized)",
-        f"[forward] obs={r['observation']} shape={shape} dtype=torch.float32 device={r['input_device']}",
-        *(lines_of_output(r, name) for name in ("action", "value", "log_prob")),
-        f"[forward] {pair[0]}={r[pair[0]]} {pair[1]}={r[pair[1]]} entropy={r['entropy']}",
-        *([lines_of_output(r, "env_action")] if r["env_action"] is not None else []),
-        f"[forward] all_outputs_on_npu={r['all_outputs_on_npu']}",
-        f"[forward] bitwise_repeatable={r['bitwise_repeatable']} rows={r['repeated_rows']}",
-    ]
-
-
-# The log, by stage and block, in the order in which a run writes it. Each line is made of the result's own values:
-# what --check rebuilds from the JSON must be what the log says.
-LOG: dict[str, dict[str, Callable[[Result], list[str]]]] = {
-    "verify": {
-        "start": lambda r: [
-            f"[inference] python            : {r['versions']['python']}",
-            f"[inference] platform          : {r['versions']['platform']}",
-            f"[inference] pid               : {r['pid']}",
-            f"[inference] cwd               : {r['cwd']}",
-            f"[inference] checkpoint        : {r['checkpoint']['path']}"],
-        "checkpoint": lambda r: [
-            f"[verify]  bytes={r['checkpoint']['bytes']} sha256={r['checkpoint']['sha256']}",
-            f"[verify]  size_ok={r['checkpoint']['size_ok']} sha256_ok={r['checkpoint']['sha256_ok']}"],
-        "observations": lambda r: [fields("[verify] ", r["observations"])] if r["observations"] else []},
-    "npu": {
-        "torch": lambda r: [f"[npu]     torch={r['versions']['torch']} torch_npu={r['versions']['torch_npu']}"],
-        "device": lambda r: [
-            f"[npu]     is_available={r['npu_available']} device={r['npu_device']} name={r['npu_device_name']}",
-            f"[npu]     device_count={r['device_count']} CANN={r['versions']['cann']} "
-            f"npu-smi={r['versions']['npu_smi']}",
-            *([f"[npu]     SIMULATED by {r['simulator']}: nothing in this run touched a physical NPU"]
-              if r["simulated"] else [])]},
-    "load": {
-        "model": lambda r: [
-            f"[load]    PPO.load elapsed={r['load_s']:.4f}s device={r['model_device']}",
-            f"[model]   policy_class={r['policy_class']} num_params={r['num_params']}",
-            f"[model]   param_devices={r['param_devices']} all_params_on_npu={r['all_params_on_npu']}"],
-        "bits": lambda r: [f"[model]   params_match_checkpoint={r['params_match_checkpoint']}"]},
-    "ready": {
-        "marker": lambda r: [
-            f"[ready]   NPU_READY_PID={r['pid']} DEVICE={r['npu_device']} MARKER={r['log_dir']}/npu_ready.marker",
-            f"[ready]   holding {r['hold_seconds']}s for external npu-smi correlation ..."],
-        "npu_smi": lambda r: [
-            f"[ready]   npu_smi captured={r['npu_smi']['captured']} pid_found={r['npu_smi']['pid_found']} "
-            f"log={r['log_dir']}/npu_smi.log",
-            f"[ready]   npu_smi pid_line={r['npu_smi']['pid_line']}" if r["npu_smi"]["pid_found"] else
-            f"[ready]   npu_smi reason={r['npu_smi']['reason']} detail={r['npu_smi']['detail']}"]},
-    "forward": {
-        "outputs": lines_of_forward,
-        "reference": lambda r: [fields("[forward]", {"reference": r["reference"]["name"], **r["reference"]})]
-        if r["reference"] else [],
-        "cpu_reference": lambda r: [
-            fields("[cpu-reference]", {k: v for k, v in r["cpu_reference"].items() if k != "outputs"}),
-            *(fields(f"[cpu-reference] {name}", measures) for name, measures in r["cpu_reference"]["outputs"].items())]
-        if r["cpu_reference"] else []},
-    "benchmark": {
-        "times": lambda r: [
-            fields("[benchmark]" + (" SIMULATED" if r["simulated"] else ""), {"forward": forward, **line})
-            for forward, line in (("recorded", r["benchmark"]["single"]), ("eager", r["benchmark"]["eager"]),
-                                  *(("recorded", line) for line in r["benchmark"]["batches"]))]
-        if r["benchmark"] else []},
-}
-PROGRESS = re.compile(r"\[forward\] rows=(\d+)/(\d+) rows_per_s=\d+ left=\d+s")
-
-
-def final_line(result: Result) -> str:
-    return f"[final]   exit_code={result['exit_code']} result_json={result['log_dir']}/{RESULT_FILE}"
-
-
-def log_text(line: str) -> str:
-    """A line as it stands in the log: one, and harmless on a terminal, whatever a file or a library put into it."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(line.split("\n")))
-
-
-def shape_of(value: Any) -> list[int]:
-    return [len(value), *shape_of(value[0])] if isinstance(value, list) and value else []
+# Every key is in every result, null where it was not measured. What each means stands in logs/README.md.
+RESULT_KEYS = (
+    "schema exit_code error simulated simulator engine script_version script_sha256 pid argv cwd log_dir started_at "
+    "finished_at total_s stages versions environment determinism model_id source_revision license checkpoint notes "
+    "rows observation_shape observations npu_available npu_device npu_device_name device_count visible_devices "
+    "device_nodes policy_class num_params param_devices all_params_on_npu params_match_checkpoint "
+    "params_match_after_forward model_device load_s hold_seconds ready_at npu_smi action_space input_device "
+    "inputs_match_host output_device all_outputs_on_npu bitwise_repeatable repeated_rows observation action value "
+    "log_prob entropy probs logits mean std env_action outputs kernels forward_s reference published benchmark "
+    "worker_exit files")
 
 
 @contextlib.contextmanager
@@ -418,578 +300,834 @@ def writing(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise EvidenceUnwritable(f"{name}: {error.strerror}", "free some space") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "free some space" if full else "name a directory that can be written with --log-dir"
+        raise EvidenceUnwritable(f"{name} cannot be written: {error.strerror or error}", hint) from error
 
 
 class Evidence:
-    """The log, the marker, the npu-smi log, the result and SHA256SUMS of one run, in one locked directory."""
+    """The log, the marker, the npu-smi log, the outputs, the result and SHA256SUMS of one run.
 
-    def __init__(self, log_dir: str | None, argv: list[str]) -> None:
-        self.dir = Path(log_dir) if log_dir else PROJECT / "logs"
-        self.lock_path = self.dir / ".npu_inference.lock"
-        self.lock_fd = -1
-        self.lock_status: os.stat_result | None = None
-        self.log_fd = -1
-        self.written: dict[str, Any] = {}  # the SHA256 of what this process wrote to each file
-        self.pen_fd = unnamed_file()
-        self.verdict, self.verdict_fd = os.pipe()  # of the watcher: the exit code, once it has concluded the run
-        os.set_blocking(self.verdict, False)
-        self.pen_depth = 0
-        self.npu_smi_pid = 0
-        self.crash_hint = "the CANN logs (plog) may tell more"
-        self.unread: set[int] = set()  # stdout or stderr, once nobody reads it
-        self.stdout_fd = os.dup(1)
-        self.terminal = os.isatty(1) and os.environ.get("TERM") != "dumb"
-        self.colour = self.terminal and not os.environ.get("NO_COLOR")
-        self.stderr_fd = os.dup(2)
-        self.captured_stderr = open(unnamed_file(), "w+b")  # noqa: SIM115 (open to the end)
-        self.news_fd = -1  # a pipe to the watcher
-        self.concluded = False
-        self.stage = "start"
-        self.deadline = math.inf  # time.monotonic() of the moment when the run counts as hung
-        self.started = time.monotonic()
-        self.started_at = datetime.now(timezone.utc)
-        self.result: Result = dict.fromkeys(("schema", "exit_code", "simulated", *STAGE_OF_KEY))
-        self.stage_started = self.started
-        self.result.update(
-            schema=SCHEMA, pid=os.getpid(), started_at=self.now(self.started),
-            argv=self.shown_argv(argv),
-            cwd=self.shown(os.curdir, typed="outside the project"), log_dir=self.shown(self.dir, typed=log_dir),
-            versions={**dict.fromkeys(VERSIONS), "python": platform.python_version(), "platform": platform.platform()},
-            script_sha256=sha256_of(Path(__file__)))
+    The log is the lock of the directory. Once that is held, what an earlier run left is removed: from there on nothing
+    can pass for this run's outcome but what it writes. All methods raise EvidenceUnwritable.
+    """
 
-    def now(self, moment: float | None = None) -> str:
-        """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
-        passed = (time.monotonic() if moment is None else moment) - self.started
-        return (self.started_at + timedelta(seconds=passed)).isoformat(timespec="microseconds")
+    def __init__(self, directory: Path, shown_dir: str) -> None:
+        self.dir, self.shown_dir = directory, shown_dir
+        self.digests: dict[str, str] = {}  # of what was written, by file
+        self.log_digest = hashlib.sha256()
+        self.log_bytes = 0
+        with writing(shown_dir):
+            directory.mkdir(parents=True, exist_ok=True)
+            self.log_fd = self.lock()
+            for name in (RESULT, MARKER, NPU_SMI, OUTPUTS, f".{OUTPUTS}.tmp", f".{RESULT}.tmp"):
+                (directory / name).unlink(missing_ok=True)
+            self.update_sums({})
+            os.ftruncate(self.log_fd, 0)
 
-    @contextlib.contextmanager
-    def pen(self) -> Iterator[None]:
-        """Only its holder writes evidence: this process, or the watcher. Who concludes the run never lays it down."""
-        fcntl.flock(self.pen_fd, fcntl.LOCK_EX)
-        self.pen_depth += 1
-        with contextlib.suppress(BlockingIOError):  # there is no verdict
-            leave(self, os.read(self.verdict, 1)[0])  # of a watcher that was killed before it could end this process
-        try:
-            yield
-        finally:
-            self.pen_depth -= 1
-            if not self.pen_depth and not self.concluded:
-                fcntl.flock(self.pen_fd, fcntl.LOCK_UN)
-
-    def enter(self, stage: str | None) -> float:
-        """Note how long the stage took that ends here (the first since the start), and begin the next."""
-        now = time.monotonic()
-        if self.stage != "start":
-            outcome = "failed" if self.result["error"] else "ok"
-            past = [entry for entry in self.result["stages"] or [] if entry["name"] != self.stage]
-            self.result["stages"] = [*past, {
-                "name": self.stage, "elapsed_s": round(now - self.stage_started, 6), "outcome": outcome}]
-            if stage:
-                self.stage_started = now
-        self.stage = stage or self.stage
-        return now
-
-    def open(self) -> None:
-        """Lock the directory, remove what an earlier run left, and start the log."""
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.lock()
-            # The result goes first: from here on nothing can pass for the outcome of this run but what it writes.
-            for name in (RESULT_FILE, *EVIDENCE_FILES, *(f".{name}.tmp" for name in (RESULT_FILE, *EVIDENCE_FILES))):
-                (self.dir / name).unlink(missing_ok=True)
-            self.update_sums([])
-            self.log_fd = os.open(self.dir / "npu_inference.log",
-                                  os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise EvidenceUnwritable(f"{self.shown(self.dir)}: {error.strerror}",
-                                     "name a directory that can be written with --log-dir") from error
-
-    def lock(self) -> None:
-        # A lock file, since NFS cannot lock a directory. It is removed at the end; if another run replaced it between
-        # our open and our lock, ours locks nothing and we try again.
+    def lock(self) -> int:
+        """Open the log as it is and lock it, unless another run holds it."""
+        path = self.dir / LOG
         while True:
-            lock_fd = os.open(self.lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            if path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_nlink == 1)):
+                path.unlink()  # a link, a pipe, or another name of somebody's file: not ours to write to
+            log_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             try:
-                fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(log_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                os.close(lock_fd)
-                raise EvidenceUnwritable(f"another run is writing its evidence to {self.shown(self.dir)}",
+                raise EvidenceUnwritable(f"another run is writing its evidence to {self.shown_dir}",
                                          "wait for it, or name another directory with --log-dir") from error
-            with contextlib.suppress(FileNotFoundError):
-                self.lock_status = os.fstat(lock_fd)
-                if os.path.samestat(self.lock_status, os.stat(self.lock_path)):
-                    self.lock_fd = lock_fd
-                    return
-            os.close(lock_fd)
+            if path.exists() and os.path.samestat(os.fstat(log_fd), os.lstat(path)):
+                return log_fd
+            os.close(log_fd)  # another run replaced it between our open and our lock
 
-    def owns_directory(self) -> bool:
-        """Whether what is locked is still what others see: False when the directory was removed meanwhile."""
-        with contextlib.suppress(OSError):
-            return self.lock_status is not None and os.path.samestat(self.lock_status, os.stat(self.lock_path))
-        return False
-
-    def unlock(self) -> None:
-        if self.lock_fd >= 0:
-            if self.owns_directory():
-                with contextlib.suppress(OSError):
-                    self.lock_path.unlink()
-            os.close(self.lock_fd)
-
-    def shown(self, path: str | Path, typed: str | None = None) -> str:
-        """A path as evidence may show it: inside the project relative to it, any other as the user typed it."""
-        with contextlib.suppress(FileNotFoundError):  # of a current directory that was deleted
-            for absolute in (os.path.abspath(path), os.path.realpath(path)):  # it may be, or lie behind, a link
-                for project in (PROJECT, Path(os.path.abspath(__file__)).parent):
-                    if Path(absolute).is_relative_to(project):
-                        return str(Path(absolute).relative_to(project))
-        return typed or Path(path).name
-
-    def shown_argv(self, argv: list[str]) -> list[str]:
-        """The command line, its paths as evidence may show them."""
-        shown = []
-        for before, argument in itertools.pairwise(["", *argv]):
-            name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-            is_path = os.path.isabs(value) or (name if equals else before) in PATH_OPTIONS
-            shown.append(name + equals + (self.shown(value, typed=value) if is_path and value else value))
-        return shown
-
-    def log(self, block: str) -> None:
-        for line in LOG[self.stage][block](self.result):
-            self.say(line)
-        self.tell_watcher()
-
-    def tell_watcher(self) -> None:
-        """Hand the watcher what it needs to conclude this run (see Watcher)."""
-        if self.news_fd >= 0:
-            names = ("stage", "stage_started", "deadline", "npu_smi_pid", "crash_hint", "result")
-            news = json.dumps({name: getattr(self, name) for name in names}).encode() + b"\n"
-            try:
-                while news:
-                    news = news[os.write(self.news_fd, news):]
-            except BrokenPipeError as error:
-                raise EvidenceUnwritable("the process that watches this one was killed", "start it again") from error
-
-    def say(self, line: str, echo: bool = True) -> None:
-        """One line for the log, and for stdout."""
-        data = (log_text(line) + "\n").encode()
-        with self.pen():
-            with writing("npu_inference.log"):
-                written = os.write(self.log_fd, data)
+    def log(self, line: str) -> None:
+        data = (line + "\n").encode()
+        with writing(LOG):
+            written = os.write(self.log_fd, data)
             if written != len(data):
-                raise EvidenceUnwritable("npu_inference.log: no space left", "free some space")
-            self.written.setdefault("npu_inference.log", hashlib.sha256()).update(data)
-            if echo:
-                self.echo(data)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.log_digest.update(data)
+        self.log_bytes += written
 
-    def countdown(self, until: float) -> None:
-        """Sleep, and on a terminal say for how much longer."""
-        while (left := until - time.monotonic()) > 0:
-            if self.terminal:
-                self.echo(f"\r[ready]   {math.ceil(left)} s left \r".encode(), colour=False)
-            time.sleep(min(left, 1.0))
-        if self.terminal:
-            self.echo(b" " * len("[ready]   86400 s left ") + b"\r", colour=False)
-
-    def echo(self, data: bytes, colour: bool = True) -> None:
-        if self.colour and colour:
-            data = re.sub(rb"^(\[[\w-]+\])", rb"\033[36m\1\033[0m", data)
-            data = re.sub(rb"=(True\b|0 (?=result_json))", rb"=\033[32m\1\033[0m", data)
-            data = re.sub(rb"=(False\b|\d+ (?=result_json))", rb"=\033[1;31m\1\033[0m", data)
-        self.pour(self.stdout_fd, data)
-
-    def pour(self, fd: int, data: bytes) -> None:
-        # Both streams are a courtesy beside the log: a reader that went away (| head -1) or stopped reading must not
-        # end or stall the run. poll says when a pipe takes another 4096 bytes without blocking.
-        try:
-            while data and fd not in self.unread and ready_of([fd], 5.0, select.POLLOUT):
-                data = data[os.write(fd, data[:4096]):]
-        except OSError:
-            pass
-        if data:
-            self.unread.add(fd)
-
-    def complain(self, line: str) -> None:
-        self.pour(self.stderr_fd, (log_text(line) + "\n").encode())
-
-    def capture_stderr(self) -> None:
-        """From here on, stderr is kept (see no_cpu_fallback) until it is released, and what libraries print with it.
-
-        stdout is the log's alone: a library that prints to one that nobody reads would fail in the middle of its work.
-        """
-        os.dup2(self.captured_stderr.fileno(), 1)
-        os.dup2(self.captured_stderr.fileno(), 2)
-
-    def release_stderr(self) -> bytes:
-        """Print what was kept, once, and return it."""
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os.dup2(self.stdout_fd, 1)
-        os.dup2(self.stderr_fd, 2)
-        self.captured_stderr.seek(0)
-        text: bytes = self.captured_stderr.read()
-        self.captured_stderr.seek(0)
-        self.captured_stderr.truncate()
-        self.pour(self.stderr_fd, text + (b"\n" if text and not text.endswith(b"\n") else b""))
-        return text
-
-    def write(self, name: str, data: bytes | Callable[[IO[bytes]], None]) -> None:
+    def write(self, name: str, data: bytes) -> None:
         """Write a file of the run atomically and durably."""
-        with writing(name), self.pen():
+        with writing(name):
             replace_file(self.dir / name, data)
-            self.written[name] = hash_of(self.dir / name)
+        self.digests[name] = hashlib.sha256(data).hexdigest()
 
-    def append(self, name: str, data: bytes) -> None:
-        with writing(name), self.pen(), open(self.dir / name, "ab") as file:
-            file.write(data)
-            self.written.setdefault(name, hashlib.sha256()).update(data)
+    def create_outputs(self) -> IO[bytes]:
+        """The file for the worker's rows of outputs, under a name of its own until it is whole."""
+        with writing(OUTPUTS):
+            return new_file(self.dir / f".{OUTPUTS}.tmp")
 
-    def update_sums(self, lines: list[str]) -> None:
-        """Replace the logs/ lines of the project's SHA256SUMS, and no other, when the run writes to its own logs/."""
+    def publish_outputs(self, sha256: str) -> None:
+        with writing(OUTPUTS):
+            os.replace(self.dir / f".{OUTPUTS}.tmp", self.dir / OUTPUTS)
+        self.digests[OUTPUTS] = sha256
+
+    def update_sums(self, digests: dict[str, str]) -> None:
+        """Replace the lines of a run's files in the project's SHA256SUMS, and no other, for a run in its own logs/."""
         sums = PROJECT / "SHA256SUMS"
-        if not sums.exists() or self.dir.resolve() != (PROJECT / "logs").resolve():
-            return
-        others = [line for line in sums.read_bytes().splitlines() if not line[66:].startswith(b"logs/")]
-        replace_file(sums, b"".join(line + b"\n" for line in [*others, *(line.encode() for line in lines)]))
+        if sums.is_file() and self.dir.resolve() == (PROJECT / "logs").resolve():
+            ours = [f"logs/{name}".encode() for name in (LOG, MARKER, NPU_SMI, OUTPUTS, RESULT)]
+            lines = [line for line in sums.read_bytes().splitlines() if line[66:] not in ours]
+            lines += [f"{digest}  logs/{name}".encode() for name, digest in sorted(digests.items())]
+            replace_file(sums, b"".join(line + b"\n" for line in lines))
 
-    def seal(self) -> None:
-        """Close the log, hash the files, and write the result. The rename of the result is the commit point."""
-        now = self.enter(None)
-        self.result.update(finished_at=self.now(now), total_s=round(now - self.started, 6))
-        with writing(RESULT_FILE):
-            os.fsync(self.log_fd)
-            self.result["files"] = {
-                name: sha256_of(self.dir / name) for name in EVIDENCE_FILES if (self.dir / name).exists()}
-            wanted = {name: digest.hexdigest() for name, digest in self.written.items()}
-            if not self.result["error"] and (self.result["files"] != wanted or not self.owns_directory()):
-                changed = [name for name in EVIDENCE_FILES if self.result["files"].get(name) != wanted.get(name)]
-                raise EvidenceUnwritable("changed or removed by others during the run: "
-                                         f"{', '.join(changed) or 'the directory'}",
-                                         "leave the directory alone until the run has ended")
-            data = (json.dumps(self.result, indent=2, allow_nan=False) + "\n").encode()
-            hashes = {**self.result["files"], RESULT_FILE: hashlib.sha256(data).hexdigest()}
-            replace_file(self.dir / RESULT_FILE, data, before_rename=lambda: self.update_sums(
-                [f"{digest}  logs/{name}" for name, digest in sorted(hashes.items())]))
-
-    def commit(self) -> None:
-        """End a run that succeeded."""
-        with self.pen():
-            end_of_log = os.fstat(self.log_fd).st_size
-            self.result["exit_code"] = 0
-            try:
-                self.say(final_line(self.result), echo=False)
-                self.seal()
-            except BaseException:
-                os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
-                raise
-            self.concluded = True
-            self.echo((log_text(final_line(self.result)) + "\n").encode())
-
-    def conclude(self, failure: BaseException) -> int:
-        """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
-        with self.pen():
-            self.concluded = True
-            code = failure.code if isinstance(failure, Failure) else 1
-            hint = failure.hint if isinstance(failure, Failure) else "this is a bug: please report it"
-            message = log_text(without_paths(str(failure)))[:500] or type(failure).__name__
-            self.result["exit_code"] = code
-            self.result["error"] = {"stage": self.stage, "type": type(failure).__name__, "message": message,
-                                    "hint": hint}
-            lost = ""
-            if self.log_fd >= 0 and not self.owns_directory():
-                lost = " (no result: the directory was taken away)"
-            elif self.log_fd >= 0:
-                try:
-                    self.say(fields("[error]  ", self.result["error"]), echo=False)
-                    self.say(final_line(self.result))
-                except EvidenceUnwritable as error:
-                    lost = f" ({error})"
-                try:
-                    self.seal()
-                except EvidenceUnwritable as error:
-                    lost = f" (no result: {error})"
-                    with contextlib.suppress(OSError):
-                        (self.dir / RESULT_FILE).unlink(missing_ok=True)
-            self.release_stderr()
-            self.complain(f"inference.py: {self.stage}: {message}{lost}" + (f"; {hint}" if hint else ""))
-            return code
+    def commit(self, result: dict[str, Any], last_line: str) -> None:
+        """Close the log and write the result, whose rename is the commit point."""
+        end_of_log, digest_of_log = self.log_bytes, self.log_digest.copy()
+        try:
+            self.log(last_line)
+            with writing(RESULT):
+                os.fsync(self.log_fd)
+                result["files"] = {LOG: self.log_digest.hexdigest(), **self.digests}
+                data = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
+                sums = {**result["files"], RESULT: hashlib.sha256(data).hexdigest()}
+                replace_file(self.dir / RESULT, data, before_rename=lambda: self.update_sums(sums))
+        except EvidenceUnwritable:
+            os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
+            self.log_bytes, self.log_digest = end_of_log, digest_of_log
+            raise
 
 
-def ready_of(fds: list[int], wait_s: float, for_what: int = select.POLLIN) -> list[int]:
-    """Those that are ready within this time. By poll, since select knows none above 1023, and CANN may hold many."""
-    poll = select.poll()
-    for fd in fds:
-        poll.register(fd, for_what)
-    return [fd for fd, _ in poll.poll(wait_s * 1000)]
+def new_file(path: Path) -> IO[bytes]:
+    """A file that did not exist: whatever stands in its place, a link or a pipe, is removed and not followed."""
+    path.unlink(missing_ok=True)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "wb")
 
 
-def unnamed_file() -> int:
-    """A file of this process alone: in memory, or on disk where Python was built for an old glibc, as conda's is."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("inference.py")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def replace_file(path: Path, data: bytes | Callable[[IO[bytes]], None], before_rename: Any = None) -> None:
+def replace_file(path: Path, data: bytes, before_rename: Callable[[], None] | None = None) -> None:
     """Write a file so that no reader ever sees a part of it, and so that it survives a power cut."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            if callable(data):
-                data(file)
-            else:
-                file.write(data)
+        with new_file(temporary) as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if before_rename:
             before_rename()
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with contextlib.suppress(OSError):  # the name is there; some file systems cannot make it durable
         os.fsync(directory)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot
-            raise
-    finally:
-        os.close(directory)
+    os.close(directory)
 
 
-def sha256_of(path: Path) -> str:
-    return str(hash_of(path).hexdigest())
-
-
-def hash_of(path: Path) -> Any:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest
-
-
-def without_paths(text: str) -> str:
-    """An error text of a library without the directories of this machine: evidence is made to be published."""
-    return re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", text)
+def one_line(text: str) -> str:
+    """Text as the log and stderr may show it: one line, and harmless on a terminal, whatever a file put into it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The watcher: ends a run on a signal and at the deadline, even inside a device call that never returns
+# The supervisor: the process that the user starts, and the only one that writes evidence
 # ---------------------------------------------------------------------------------------------------------------------
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TICK_S = 0.1  # for how long a signal, the deadline or the end of the worker may go unnoticed
+TEARDOWN_S = 30.0  # for a worker that is done: CANN writes its logs, a profiler its data
+UNREAD_BYTES = 1 << 20  # of output that nobody reads
+DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) what the error code means"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+# What torch_npu says in every run, with a word for the reader who wonders.
+EXPECTED_WARNINGS = {
+    b"ASCEND_HOME_PATH environment variable is not set.": b" (expected on the simulator)",
+    b"require processing for 32 padding size, with memory allocation.": b" (expected: a note of torch_npu's allocator)",
+}
 
 
-def device_timeout(stage: str) -> DeviceTimeout:
-    return DeviceTimeout(f"the device did not answer in time during {stage}",
-                         "look at npu-smi info and dmesg; a longer --timeout-seconds helps when operators are compiled")
+class Stream:
+    """stdout or stderr. What nobody reads is kept, up to a limit, and never holds up the run."""
 
+    def __init__(self, fd: int) -> None:
+        self.fd, self.unread = fd, bytearray()
+        self.poll = select.poll()
+        self.poll.register(fd, select.POLLOUT)
 
-class Watcher:
-    """A second process that ends this one: on a signal, and when a device call does not return in time.
+    def write(self, data: bytes) -> None:
+        self.unread += data[:UNREAD_BYTES - len(self.unread)]
+        self.flush()
 
-    It must be another process, since some calls of torch_npu (set_device) keep the GIL while CANN hangs, and then no
-    Python runs here. What this process learns it tells the watcher as it goes; the watcher writes the evidence of the
-    failure, and makes this process exit with the code that stands in it. Whoever holds the pen decides, so that a run
-    has one outcome.
-    """
-
-    def __init__(self, evidence: Evidence, timeout_s: float) -> None:
-        self.evidence, self.timeout_s = evidence, timeout_s
-        signals = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]  # nohup stays nohup
-        news, news_fd = os.pipe()
-        caught, wakeup = os.pipe()
-        exits = {code: os.pipe() for code in (DeviceTimeout.code, *(128 + signum for signum in signals))}
+    def flush(self, patience_s: float = 0.0) -> None:
+        """Write what the reader takes, and wait for him no longer than this."""
         try:
-            watcher = os.fork()
-        except OSError as error:
-            raise EvidenceUnwritable(f"no process can be started: {error.strerror}",
-                                     "end some, or raise the limit") from error
-        if watcher == 0:
-            for fd in (news_fd, wakeup, evidence.lock_fd):  # the lock is the parent's alone
-                os.close(fd)
-            try:
-                self.watch(news, caught, {code: write_end for code, (_, write_end) in exits.items()})
-            finally:
-                os._exit(1)  # whatever happens: no second process goes on with the run
-        os.close(news)  # but not `caught`: without a reader, a signal after the watcher's end would be an error
-        self.pid = watcher
-        evidence.news_fd = news_fd
-        self.exits = [exit_on_byte(read_end, code) for code, (read_end, _) in exits.items()]
-        # The handler that CPython has in C writes the number of a signal into the pipe, without the GIL. It runs in a
-        # thread of its own, so that no call of CANN is interrupted.
-        os.set_blocking(wakeup, False)
-        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        self.signals = signals
-        self.catch_signals()
-        # A process that a library forks (CANN's operator compiler) must not keep the run's pipes, locks and log open.
-        own = [news_fd, wakeup, evidence.pen_fd, evidence.lock_fd, evidence.log_fd]
-        os.register_at_fork(after_in_child=lambda: close_all(own))
+            while self.unread and self.poll.poll(patience_s * 1000):
+                del self.unread[:os.write(self.fd, self.unread[:4096])]  # poll promises room for one page
+        except OSError:  # the reader has gone, as in `| head -1`, or the disk is full: the log has it all
+            self.unread.clear()
+
+
+class Supervisor:
+    """Follows the worker from its first message to its end, and turns what it sends into evidence."""
+
+    def __init__(self, args: argparse.Namespace, argv: list[str], caught: list[int]) -> None:
+        self.args = args
+        self.caught = caught  # the signals that came
+        self.dir = Path(args.log_dir) if args.log_dir else PROJECT / "logs"
+        self.shown_dir = shown(self.dir, typed=args.log_dir)
+        self.evidence: Evidence | None = None  # until it is needed: see evidence_now
+        self.early_lines: list[str] = []
+        self.out, self.err = Stream(1), Stream(2)
+        self.stage = "start"
+        self.started = self.stage_started = time.monotonic()
+        self.started_at = datetime.now(timezone.utc)
+        self.left_s = math.inf  # until the device counts as hung
+        self.messages: collections.deque[dict[str, Any]] = collections.deque()
+        self.half_message = b""
+        self.crash_hint = DEVICE_HINT
+        self.pid_absent_before: bool | None = None
+        self.npu_smi_log = b""
+        self.inherited = children()  # of the shell that became this process: `exec python3 inference.py > >(tee log)`
+        self.facts, self.facts_end = os.pipe()
+        self.output, self.output_end = os.pipe()
+        self.go, self.go_end = socket.socketpair()
+        self.poll = select.poll()
+        for pipe in (self.facts, self.output):
+            self.poll.register(pipe, select.POLLIN)
+        self.result: dict[str, Any] = dict.fromkeys(RESULT_KEYS.split())
+        self.result.update(
+            schema=SCHEMA, engine="torch_npu", script_version=VERSION, script_sha256=hashlib.sha256(SOURCE).hexdigest(),
+            argv=shown_argv(argv, args), cwd=shown(os.curdir, typed="outside the project"), log_dir=self.shown_dir,
+            started_at=self.time_at(self.started), stages={}, notes=[])
+
+    def time_at(self, moment: float) -> str:
+        """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
+        return (self.started_at + timedelta(seconds=moment - self.started)).isoformat(timespec="microseconds")
+
+    def follow(self, worker_pid: int) -> int:
+        """Follow the worker to its end. Returns the exit code that the evidence states."""
+        self.pid = self.result["pid"] = worker_pid
+        os.close(self.facts_end)
+        os.close(self.output_end)
+        self.go_end.close()
         try:
-            threading.Thread(target=self.receive, args=(signals,), name="signals", daemon=True).start()
-        except RuntimeError as error:
-            raise EvidenceUnwritable(f"no thread can be started: {error}", "raise the limit of processes") from error
+            while (message := self.next_message())["kind"] != "done":
+                self.handle(message)
+            self.end_worker(min(TEARDOWN_S, self.args.timeout_seconds))
+            if self.caught:
+                raise Interrupted(self.caught[0])
+            self.say(f"[final]   worker_exit={self.result['worker_exit']}")
+            self.finish(exit_code=0)
+            self.out.write(f"check it: python3 tests/check_evidence.py {self.shown_dir}\n".encode())
+            code = 0
+        except Failure as failure:
+            code = self.conclude(failure)
+        except Exception as error:  # noqa: BLE001 (the one place where a bug of the supervisor gets its exit code)
+            self.err.write(traceback.format_exc().encode())
+            code = self.conclude(Failure(f"{type(error).__name__}: {error}"))
+        for stream in (self.out, self.err):
+            stream.flush(patience_s=0.0 if self.caught else 2.0)
+        return code
 
-    def catch_signals(self) -> None:
-        """Again after CANN is loaded, and after it is initialised: it sets handlers of its own."""
-        for signum in self.signals:
-            signal.signal(signum, self.handle)
+    def next_message(self) -> dict[str, Any]:
+        while not self.messages:
+            if self.result["worker_exit"]:
+                raise STAGE_FAILURES.get(self.stage, Failure)(
+                    f"the process on the NPU ended without a word: {self.result['worker_exit']}", self.crash_hint)
+            self.pump()
+        return self.messages.popleft()
 
-    def handle(self, signum: int, _: Any) -> None:
-        """In Python, once the main thread gets to it: to be done only where the watcher was killed."""
-        if self.evidence.concluded or self.evidence.stage == "end":
-            return
-        try:
-            gone = os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
-        except ChildProcessError:  # an earlier signal found that out
-            gone = True
-        if gone:
-            raise Interrupted(signum)
+    def pump(self, wait_s: float = TICK_S) -> None:
+        """Wait a moment for the worker. Raises Interrupted on a signal, and DeviceTimeout at the deadline."""
+        before = time.monotonic()
+        self.exchange(wait_s)
+        if self.caught:
+            raise Interrupted(self.caught[0])
+        # A supervisor that was stopped itself (Ctrl-Z) cannot say how long the device took.
+        self.left_s -= min(time.monotonic() - before, wait_s + TICK_S)
+        if self.left_s <= 0 and not self.messages:
+            raise DeviceTimeout(f"the device did not answer within {self.args.timeout_seconds:g} s", "look at npu-smi "
+                                "info and dmesg; a longer --timeout-seconds helps when operators are compiled")
 
-    def receive(self, signals: list[signal.Signals]) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        threading.Event().wait()
-
-    def enter(self, stage: str, at_least_s: float = 0.0) -> None:
-        """Name the stage (or its next step) and give the device the full time again."""
-        if stage != self.evidence.stage:
-            self.evidence.enter(stage)
-        self.evidence.deadline = time.monotonic() + max(self.timeout_s, at_least_s)
-        self.evidence.tell_watcher()
-
-    def watch(self, news: int, caught: int, exits: dict[int, int]) -> None:
-        """What the second process does. Never returns."""
-        parent, evidence, pending = os.getppid(), self.evidence, bytearray()
-        failure: Failure | None = None
-        spoken = False
-        # flock tells holders apart by how they opened the file, and a fork shares that
-        evidence.pen_fd = os.open(f"/proc/self/fd/{evidence.pen_fd}", os.O_RDWR)
-
-        def listen(wait: float) -> bool:
-            """Take in what the parent tells, and its signals, within so many seconds; False when it has ended."""
-            nonlocal pending, failure
-            ready = ready_of([news, caught], wait)
-            number = os.read(caught, 1) if caught in ready else b""
-            if number and 128 + number[0] in exits:  # other signals are a library's own
-                failure = failure or Interrupted(number[0])
-            if news not in ready:
-                return os.getppid() == parent  # a process that it forked may hold the pipe open
-            piece = os.read(news, 1 << 20)
-            pending += piece
-            if b"\n" in piece:
-                *lines, pending = pending.split(b"\n")
-                for line in lines:
-                    vars(evidence).update(json.loads(line))
-            return bool(piece)
-
-        while failure is None and listen(min(1.0, max(0.0, evidence.deadline - time.monotonic()))):
-            if failure is None and time.monotonic() >= evidence.deadline:
-                failure = device_timeout(evidence.stage)
-        if failure:
-            with evidence.pen():  # waits for a parent that is concluding the run itself, until it has ended
-                while ready_of([news], 0.0) and listen(0.0):
-                    pass
-                if evidence.stage != "end" and os.getppid() == parent:
-                    code = evidence.conclude(failure)
-                    os.write(evidence.verdict_fd, bytes([code]))
-                    spoken = True
-                    end_descendants(parent)
-                    os.write(exits[code], b"!")
-            while listen(0.1):
-                pass
-        if evidence.stage != "end" and not spoken:
-            evidence.release_stderr()
-            written = (evidence.dir / RESULT_FILE).exists()  # by this run: the one of an earlier run went first of all
-            evidence.complain(f"inference.py: {evidence.stage}: the process was killed, or a native library crashed; "
-                              f"{'its' if written else 'no'} result was written; {evidence.crash_hint}")
-            end_group(evidence.npu_smi_pid)
-        for _ in range(100):  # the kernel releases the parent's lock a little after its pipes; or another run has it
-            with contextlib.suppress(Failure, OSError):
-                evidence.lock()
-                evidence.unlock()
+    def exchange(self, wait_s: float) -> None:
+        """Take in what the worker sends, pass on what it prints, and see whether it has ended."""
+        if not self.result["worker_exit"]:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.result["worker_exit"] = how_it_ended(os.waitstatus_to_exitcode(status))
+        ended = bool(self.result["worker_exit"])  # then what it sent is in the pipes by now
+        for _ in range(256 if ended else 1):
+            ready = self.poll.poll(0 if ended else wait_s * 1000)
+            for fd, _ in ready:
+                data = os.read(fd, 65536)
+                if not data:
+                    self.poll.unregister(fd)
+                elif fd == self.facts:
+                    *lines, self.half_message = (self.half_message + data).split(b"\n")
+                    self.messages.extend(json.loads(line) for line in lines)
+                else:
+                    for text, note in EXPECTED_WARNINGS.items():
+                        data = data.replace(text, text + note)
+                    self.err.write(data)
+            if not ready:
                 break
-            time.sleep(0.01)
-        os._exit(0)
+        self.out.flush()
+        self.err.flush()
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """What each message of the worker means."""
+        kind = message["kind"]
+        if kind == "stage":
+            self.enter(message["stage"], message["at_least_s"])
+        elif kind == "facts":
+            self.result.update(message["facts"])
+        elif kind == "line":
+            self.say(message["line"], message["short"])
+        elif kind == "progress":
+            self.left_s = self.args.timeout_seconds
+            self.show(f"[forward] {message['rows']} of {self.result['rows']} rows")
+        elif kind == "inputs are good":
+            self.evidence_now()
+        elif kind == "crash hint":
+            self.crash_hint = message["hint"]
+        elif kind == "before the device":
+            self.ask_before()
+        elif kind == "ready":
+            self.hold()
+        elif kind == "outputs":
+            self.evidence_now().publish_outputs(message["sha256"])
+        elif kind == "failed":
+            raise FAILURES[message["type"]](message["message"], message["hint"])
+        else:
+            raise Failure(f"the worker sent {kind!r}")
+
+    def enter(self, stage: str, at_least_s: float | None = 0.0) -> None:
+        """Begin a stage, or its next step, and give the device the full time again; None for no deadline."""
+        if stage != self.stage and self.stage != "start":  # the time before the first stage belongs to it
+            self.end_stage()
+        self.stage = stage
+        self.left_s = math.inf if at_least_s is None else max(self.args.timeout_seconds, at_least_s)
+
+    def end_stage(self) -> float:
+        now = time.monotonic()
+        self.result["stages"][self.stage] = round(now - self.stage_started, 6)
+        self.stage_started = now
+        return now
+
+    def evidence_now(self) -> Evidence:
+        """The evidence, which is opened when it is needed first.
+
+        Not before the inputs are known to be good: a mistyped observation costs nobody an earlier evidence set."""
+        if self.evidence is None:
+            self.evidence = Evidence(self.dir, self.shown_dir)
+            for line in self.early_lines:
+                self.evidence.log(line)
+        return self.evidence
+
+    def say(self, line: str, short: str = "") -> None:
+        """One line for the log, and for stdout, where it may be shorter."""
+        if self.evidence is None:
+            self.early_lines.append(one_line(line))
+        else:
+            self.evidence.log(one_line(line))
+        self.out.write((one_line(short or line) + "\n").encode())
+
+    def show(self, text: str) -> None:
+        """On a terminal alone: a line that the next one overwrites."""
+        if os.isatty(1) and os.environ.get("TERM") != "dumb" and not self.out.unread:
+            self.out.write(f"\r{text}\x1b[K\r".encode())
+
+    def ask_before(self) -> None:
+        """Ask npu-smi before the device is taken, when it must not list the worker, and let the worker go on."""
+        answer = self.npu_smi("info")
+        rows = read_process_table(answer.text)
+        if not answer.problem and rows is not None:
+            self.pid_absent_before = not any(str(self.pid) in (row.pid, row.pid_in_container) for row in rows)
+        npu_smi, driver = versions_of(answer)
+        word = {"npu_smi": npu_smi, "driver": driver, "text": answer.text[:8000]}
+        if not self.args.observations:
+            return self.let_go(word)
+        with self.evidence_now().create_outputs() as file:
+            return self.let_go(word, file.fileno())
+
+    def let_go(self, word: dict[str, Any], *fds: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the worker has ended, and next_message will say so
+            socket.send_fds(self.go, [json.dumps(word).encode()], fds)
+
+    def hold(self) -> None:
+        """Write the marker, hold, and look for the worker's PID in npu-smi meanwhile."""
+        hold_s, ready_at = self.args.hold_seconds, time.monotonic()
+        self.left_s = math.inf
+        self.result.update(ready_at=self.time_at(ready_at), hold_seconds=hold_s)
+        self.evidence_now().write(MARKER, (
+            f"NPU_READY_PID={self.pid}\nDEVICE={DEVICE}\nHOLD_SECONDS={hold_s}\nREADY_AT={self.result['ready_at']}\n"
+            f"SIMULATED={int(self.result['simulated'])}\n").encode())
+        self.say(f"[ready]   NPU_READY_PID={self.pid} DEVICE={DEVICE} MARKER={self.shown_dir}/{MARKER}")
+        self.say(f"[ready]   holding {hold_s}s for external npu-smi correlation ...")
+        found = self.result["npu_smi"] = correlate(str(self.pid), self.pid_absent_before, self.npu_smi)
+        self.say("[ready]   npu_smi captured={captured} pid_found={pid_found} ".format_map(found)
+                 + f"log={self.shown_dir}/{NPU_SMI}")
+        self.say("[ready]   npu_smi " + ("pid_line={pid_line}" if found["pid_found"] else "reason={reason}")
+                 .format_map(found))
+        self.say("[ready]   npu_smi pid_absent_before={pid_absent_before} matched_by={matched_by} npu_id={npu_id} "
+                 "chip_id={chip_id}".format_map(found))
+        while (left := ready_at + hold_s - time.monotonic()) > 0 and not self.result["worker_exit"]:
+            self.show(f"[ready]   {math.ceil(left)} s left")
+            self.pump(min(left, TICK_S))
+        self.show("")
+        self.left_s = self.args.timeout_seconds
+        self.let_go({})
+
+    def npu_smi(self, *arguments: str) -> Answer:
+        """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
+        program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
+        at, output, problem = self.time_at(time.monotonic()), b"", "it is not on PATH"
+        left_s, self.left_s = self.left_s, math.inf  # a slow npu-smi is not a hung device
+        if program is not None:
+            with writing(NPU_SMI), tempfile.TemporaryFile(dir=self.dir) as file:
+                problem = self.run_bounded([program, *arguments], file)
+                file.seek(0)
+                output = file.read(NPU_SMI_BYTES)
+        self.left_s = left_s
+        heading = f"# npu-smi {' '.join(arguments)} at={at} bytes={len(output)} outcome={problem or 'exit code 0'}\n"
+        self.npu_smi_log += heading.encode() + output + b"\n"
+        self.evidence_now().write(NPU_SMI, self.npu_smi_log)
+        return Answer(output.decode("utf-8", "replace"), problem)
+
+    def run_bounded(self, command: list[str], file: IO[bytes]) -> str:
+        """Run a command that prints into a file. Returns what was wrong with it, "" for nothing."""
+        until = time.monotonic() + NPU_SMI_TIMEOUT_S
+        try:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                                     start_new_session=True, preexec_fn=die_with_parent)
+        except OSError as error:
+            return f"it cannot be started: {error.strerror}"
+        try:
+            while child.poll() is None:
+                if os.fstat(file.fileno()).st_size > NPU_SMI_BYTES:
+                    return f"more than {NPU_SMI_BYTES} bytes"
+                if time.monotonic() > until:
+                    return f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
+                self.pump(TICK_S / 4)
+        finally:
+            kill_group(child.pid)
+            child.wait()
+        return f"exit code {child.returncode}" if child.returncode else ""
+
+    def end_worker(self, patience_s: float, signum: int = signal.SIGABRT) -> None:
+        """Let the worker end as a Python process ends, and then end what is left of it. Notes how it ended."""
+        caught = len(self.caught)
+        for number, wait_s in ((0, patience_s), (signum, 1.0), (signal.SIGKILL, 1.0)):
+            until = time.monotonic() + wait_s
+            if not self.result["worker_exit"]:
+                os.kill(self.pid, number)  # on SIGABRT, faulthandler shows the line that hung; 0 does nothing
+            while not self.result["worker_exit"] and time.monotonic() < until and len(self.caught) == caught:
+                self.exchange(TICK_S / 4)
+        self.result["worker_exit"] = self.result["worker_exit"] or "did not end"
+        self.exchange(0.0)
+        kill_group(self.pid)
+        end_children(but=self.inherited)
+
+    def finish(self, exit_code: int) -> None:
+        """Close the evidence with this exit code. Raises EvidenceUnwritable."""
+        now = self.end_stage()
+        self.result.update(exit_code=exit_code, finished_at=self.time_at(now), total_s=round(now - self.started, 6))
+        line = one_line(f"[final]   exit_code={exit_code} result_json={self.shown_dir}/{RESULT}")
+        self.evidence_now().commit(self.result, line)
+        self.out.write(line.encode() + b"\n")
+
+    def conclude(self, failure: Failure) -> int:
+        """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
+        if isinstance(failure, Interrupted):
+            self.end_worker(0.0, signal.SIGTERM)
+        else:
+            self.end_worker(0.0 if isinstance(failure, DeviceTimeout) else min(10.0, max(1.0, self.left_s)))
+        # Evidence is made to be published: no directory of this machine from a library's error text.
+        message = re.sub(r"(?<![\w.~:/-])/(?!dev/)(?:[\w.+@~-]+/)+", "", str(failure))
+        message = one_line(message)[:500] or type(failure).__name__
+        error = {"stage": self.stage, "type": type(failure).__name__, "message": message, "hint": failure.hint}
+        self.result["error"] = error
+        lost = ""
+        if isinstance(failure, UsageError):  # which writes nothing and removes nothing
+            lost = " (nothing was run)"
+        else:
+            try:
+                self.evidence_now()
+                self.say("[error]   stage={stage} type={type} message={message} hint={hint}".format_map(error))
+                self.finish(failure.code)
+            except EvidenceUnwritable as unwritable:
+                lost = "" if str(unwritable) == str(failure) else f" (no result: {unwritable})"
+        self.err.write(f"inference.py: {self.stage}: {message}{lost}; {one_line(failure.hint)}\n".encode())
+        return failure.code
 
 
-def exit_on_byte(read_end: int, code: int) -> Any:
-    """_exit(code) when a byte arrives in a pipe, without the GIL: the C library reads (aio) and calls it.
-
-    What this returns must be kept until then."""
-    libc = ctypes.CDLL(None)
-    library = libc if hasattr(libc, "aio_read") else ctypes.CDLL("librt.so.1")  # before glibc 2.34
-    byte, sigev_thread = ctypes.create_string_buffer(1), 2
-    # glibc's struct aiocb: descriptor, operation, priority, buffer, size; then struct sigevent: value, signal number,
-    # kind, function; the rest is zero
-    request = ctypes.create_string_buffer(struct.pack(
-        "@3iPNl2iP", read_end, 0, 0, ctypes.addressof(byte), 1, code, 0, sigev_thread,
-        ctypes.cast(libc._exit, ctypes.c_void_p).value), 256)
-    if library.aio_read(request):
-        raise EvidenceUnwritable("aio_read failed: the run cannot be watched", "raise the limit of processes")
-    return byte, request
+def how_it_ended(returncode: int) -> str:
+    return f"ended by {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
 
 
-def close_all(fds: list[int]) -> None:
-    """Close them, and once: in a child of the child these numbers are other files."""
-    while fds:
-        os.close(fds.pop())
+def die_with_parent() -> None:
+    """In a child: the kernel ends it when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave(evidence: Evidence, exit_code: int) -> None:
-    """End the process here. torch_npu's exit hooks would turn a failed teardown into exit 0, or crash on the way."""
-    evidence.stage = "end"
-    for signum in SIGNALS:  # from here on the outcome stands
-        signal.signal(signum, signal.SIG_IGN)
-    with contextlib.suppress(EvidenceUnwritable):
-        evidence.tell_watcher()
-    end_descendants(os.getpid())  # the watcher, and the pool that CANN's operator compiler keeps
-    evidence.unlock()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(exit_code)
+def kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
-def end_group(leader: int) -> None:
-    if leader:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(leader, signal.SIGKILL)
+def children() -> set[int]:
+    """The PIDs of this process's children; of none on a kernel that does not tell."""
+    try:
+        return {int(child) for child in Path("/proc/thread-self/children").read_text().split()}
+    except OSError:
+        return set()
 
 
-def end_descendants(pid: int) -> None:
-    """End the processes that this one and its children have started and that are still its own."""
-    with contextlib.suppress(OSError):  # gone meanwhile, or a kernel without these files
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
-                if child not in (0, os.getpid()):  # 0: of another namespace
-                    end_descendants(child)
-                    with contextlib.suppress(OSError):
-                        os.kill(child, signal.SIGKILL)
+def end_children(but: set[int]) -> None:
+    """End the processes that the worker and npu-smi have left behind. Those whose parent ended are ours by now."""
+    while left := children() - but:
+        for child in left:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Stage verify: the checkpoint's bytes, with the standard library alone
+# npu-smi: is the worker in the process table of the device?
+# ---------------------------------------------------------------------------------------------------------------------
+
+NPU_SMI_TIMEOUT_S = 20.0  # it takes seconds on a board of many chips, and queues where others ask as well
+NPU_SMI_BYTES = 1 << 20
+NPU_SMI_PROCESSES = 8  # npu-smi info lists no more for one chip
+NPU_SMI_CALLS = 8  # for chips that are full
+
+
+class Answer(NamedTuple):
+    """What one call of npu-smi printed, and what went wrong with it ("" for nothing)."""
+
+    text: str
+    problem: str
+
+
+class Process(NamedTuple):
+    """One row of npu-smi's process table; `pid_in_container` is "" where the column is absent or says NA."""
+
+    chip: str  # NPU and chip, such as "0 0"
+    pid: str
+    pid_in_container: str
+    line: str
+
+
+def read_process_table(text: str) -> list[Process] | None:
+    """The rows of the process table of `npu-smi info`, None where it has no such table.
+
+    Read by the names in its header row: the columns, their widths and the lines around the table differ between
+    boards and drivers. The name cell is never looked at; since it may hold anything, the column behind it is counted
+    from the end.
+    """
+    header: list[str] = []
+    rows: list[Process] = []
+    for line in text.splitlines():
+        cells = [" ".join(cell.split()) for cell in line.strip().split("|")[1:-1]]
+        names = [cell.lower() for cell in cells]
+        if "process id" in names:
+            header = names
+        elif header and len(cells) >= len(header) and cells[header.index("process id")].isdecimal():
+            inside = ""
+            if "process id in container" in header:
+                inside = cells[header.index("process id in container") - len(header)]
+            rows.append(Process(cells[0], cells[header.index("process id")], inside * inside.isdecimal(), line.strip()))
+    return rows if header else None
+
+
+def correlate(pid: str, pid_absent_before: bool | None, ask: Callable[..., Answer]) -> dict[str, Any]:
+    """Whether npu-smi lists this PID now and did not before, and if not, why not. A PID not found fails no run."""
+    found: dict[str, Any] = {"captured": False, "pid_found": False, "pid_line": None, "matched_by": None,
+                             "reason": None, "pid_absent_before": pid_absent_before, "npu_id": None, "chip_id": None}
+    answer = ask("info")
+    if answer.problem:
+        return {**found, "reason": f"npu-smi info: {answer.problem}: {answer.text.strip()[-200:]}"}
+    found["captured"] = True
+    rows = read_process_table(answer.text)
+    if rows is None:
+        return {**found, "reason": "this board or driver has no process table"}
+    # A row with a PID of a container belongs to that and to no other.
+    matches = [("process id in container", row) for row in rows if row.pid_in_container == pid]
+    matches += [("process id", row) for row in rows if row.pid == pid and not row.pid_in_container]
+    matches = matches or [("proc-mem", row) for row in beyond_cap(pid, rows, ask)]
+    if not matches:
+        return {**found, "reason": "the PID is not listed; in a container, npu-smi may list the host's PIDs"}
+    if pid_absent_before is False:
+        return {**found, "reason": "the PID was listed before the device was taken: another process has that number"}
+    matched_by, row = matches[0]
+    npu_id, _, chip_id = row.chip.partition(" ")
+    return {**found, "pid_found": True, "pid_line": row.line, "matched_by": matched_by, "npu_id": npu_id,
+            "chip_id": chip_id}
+
+
+def beyond_cap(pid: str, rows: list[Process], ask: Callable[..., Answer]) -> Iterator[Process]:
+    """npu-smi info lists eight processes for a chip; its proc-mem query has no such cap."""
+    listed = collections.Counter(row.chip for row in rows)
+    full = [chip for chip, count in listed.items() if count == NPU_SMI_PROCESSES]
+    for npu_id, _, chip_id in (chip.partition(" ") for chip in full[:NPU_SMI_CALLS]):
+        answer = ask("info", "-t", "proc-mem", "-i", npu_id, *(["-c", chip_id] if chip_id else []))
+        for line in answer.text.splitlines():
+            if re.search(rf"Process id\s*:\s*{pid}\b", line):
+                yield Process(f"{npu_id} {chip_id}", pid, "", line.strip())
+        if answer.problem.startswith("no answer"):
+            return
+
+
+def versions_of(answer: Answer) -> tuple[str | None, str | None]:
+    """The versions of npu-smi and of the driver, from the header of `npu-smi info`."""
+    match = re.search(r"npu-smi {1,9}v?(\d[\w.]{0,40}) {1,80}Version: {0,40}(\d[\w.]{0,40})", answer.text)
+    return (match[1], match[2]) if match and not answer.problem else (None, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The worker: the process on the NPU. It goes through the stages straight down, and writes nothing but rows of outputs.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Checkpoint:
-    """A verified checkpoint: its bytes, what its `data` says in readable text, and the tensors of its policy."""
+class Worker:
+    """The worker's line to the supervisor: what it learns it sends, and where it must wait it waits for a word."""
 
-    raw: bytes
-    data: dict[str, Any]
-    network: Network
-    tensors: dict[str, SavedTensor]
-    pinned: bool
+    def __init__(self, facts_end: int, go_end: socket.socket) -> None:
+        self.facts_end = open(facts_end, "wb")  # noqa: SIM115 (open to the end of the process)
+        self.go_end = go_end
+        self.stage = "start"
+        self.result: dict[str, Any] = {}  # what was measured so far, under the keys of the evidence
+        self.outputs_fd: int | None = None  # of the file for the outputs of a file of observations
+
+    def send(self, kind: str, **content: Any) -> None:
+        self.facts_end.write(json.dumps({"kind": kind, **content}, allow_nan=False).encode() + b"\n")
+        self.facts_end.flush()
+
+    def enter(self, stage: str, at_least_s: float | None = 0.0) -> None:
+        """Name the stage, or its next step, and ask for the full time again; None for no deadline."""
+        self.stage = stage
+        self.send("stage", stage=stage, at_least_s=at_least_s)
+
+    def facts(self, **facts: Any) -> None:
+        self.result.update(facts)
+        self.send("facts", facts=facts)
+
+    def log(self, template: str, **values: Any) -> None:
+        """A line of the log, made of what was measured; on stdout, the many rows of a file are shortened."""
+        values = {**self.result, **values}
+        short = values
+        if values.get("observations") and values["rows"] > 3:
+            short = {name: first_rows(value) if name in PER_ROW and value else value for name, value in values.items()}
+        self.send("line", line=template.format_map(values), short=template.format_map(short))
+
+    def wait_for_go(self, kind: str) -> dict[str, Any]:
+        """Say that this point is reached, and wait for the supervisor's word."""
+        self.send(kind)
+        word, fds, _, _ = socket.recv_fds(self.go_end, 1 << 16, 1)
+        if not word:
+            sys.exit(1)  # the supervisor has ended
+        self.outputs_fd = fds[0] if fds else self.outputs_fd
+        return dict(json.loads(word))
+
+
+PER_ROW = ("observation", "action", "value", "log_prob", "entropy", "probs", "logits", "mean", "std", "env_action")
+
+
+def first_rows(rows: list[Any]) -> str:
+    def short(value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(short(part) for part in value[:8])}{', ...' * (len(value) > 8)}]"
+        return f"{value:.6g}"
+
+    return f"{short(rows[:3])[:-1]}, ...]"
+
+
+def work(args: argparse.Namespace, worker: Worker) -> int:
+    """All stages. Returns the exit code of the worker's process."""
+    try:
+        worker.enter("verify", at_least_s=None)  # no device yet, and a fetch may be slow
+        checkpoint = verify(args, worker)
+        observations = read_observations(args, checkpoint.observation.shape, worker)
+        worker.send("inputs are good")
+        worker.enter("npu", at_least_s=120)
+        torch = take_npu(worker)
+        worker.enter("load", at_least_s=120)
+        policy = load(checkpoint, torch, worker)
+        worker.enter("ready")
+        torch.npu.synchronize()  # npu-smi is not to be started while a copy is under way
+        worker.wait_for_go("ready")
+        worker.enter("forward")
+        passes = Passes(policy, torch)
+        forward(args, checkpoint, observations, passes, worker)
+        if args.benchmark:
+            worker.enter("benchmark")
+            benchmark(args.benchmark, observations, passes, worker)
+        worker.enter("final")
+        torch.npu.synchronize()  # an error that is still on its way ends the run here
+        # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
+        if retries := torch.npu.memory_stats()["num_alloc_retries"]:
+            raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
+                                "the device is full or at fault: npu-smi info shows its memory")
+        worker.send("done")
+        return 0
+    except Exception as error:  # noqa: BLE001 (the one place where an error of the worker becomes a failure)
+        failure = failure_of(error, worker.stage)
+        if type(failure) is Failure:
+            traceback.print_exc()
+        worker.send("failed", type=type(failure).__name__, message=str(failure), hint=failure.hint)
+        return failure.code
+
+
+def failure_of(error: Exception, stage: str) -> Failure:
+    """What an error means that no stage has explained itself."""
+    text = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, MemoryError):
+        return STAGE_FAILURES[stage](text, "this machine, or its limit (ulimit -v), has too little memory")
+    if isinstance(error, (RuntimeError, OSError)):  # torch, torch_npu and CANN; the operating system
+        return STAGE_FAILURES[stage](text, npu_hint(str(error)))
+    return Failure(text)
+
+
+def first_line(error: BaseException) -> str:
+    """The line of an error's text that tells most."""
+    text = str(error.__cause__ if error.__cause__ and "backend extension" in str(error) else error).strip()
+    # What the device said stands deep inside the texts that torch wraps around it.
+    match = re.search(r"NPU function error:? .*?error code is \d+", text)
+    return (match[0] if match else (text.splitlines() or [type(error).__name__])[0])[:300]
+
+
+# --- Stage verify: the checkpoint's bytes, without torch
+
+
+def verify(args: argparse.Namespace, worker: Worker) -> Checkpoint:
+    """Read the checkpoint once, compare its digest, and parse it."""
+    path, pinned = checkpoint_path(args.checkpoint), args.sha256 == CHECKPOINT_SHA256
+    name = shown(path, typed=args.checkpoint)
+    worker.facts(checkpoint={"path": name, "bytes": None, "sha256": None, "size_ok": None, "sha256_ok": None})
+    worker.facts(pid=os.getpid(), versions=dict.fromkeys(VERSIONS) | {
+        "python": platform.python_version(), "platform": platform.platform()})
+    program = f"{VERSION} sha256={hashlib.sha256(SOURCE).hexdigest()}"
+    for line in ("python            : {versions[python]}", "platform          : {versions[platform]}",
+                 "pid               : {pid}", "cwd               : {cwd}", "checkpoint        : {checkpoint[path]}",
+                 "program           : {program}"):
+        worker.log("[inference] " + line, cwd=shown(os.curdir, typed="outside the project"), program=program)
+    if args.checkpoint is None and pinned and not os.path.lexists(path):
+        path = fetch_checkpoint(path)
+    raw, size = read_file(path, name)
+    digest = hashlib.sha256(raw).hexdigest()
+    size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size)
+    sha256_ok = digest == args.sha256
+    worker.facts(checkpoint={"path": name, "bytes": len(raw), "sha256": digest, "size_ok": size_ok,
+                             "sha256_ok": sha256_ok})
+    worker.log("[verify]  bytes={checkpoint[bytes]} sha256={checkpoint[sha256]}")
+    worker.log("[verify]  size_ok={checkpoint[size_ok]} sha256_ok={checkpoint[sha256_ok]}")
+    if not (size_ok and sha256_ok):
+        open_zip(raw, "the file")  # says so when it is another kind of file
+        expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
+        raise CheckpointRejected(f"{name} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
+                                 FETCH_HINT if args.checkpoint is None else
+                                 "fetch the file again; --sha256 names the digest of a checkpoint of your own")
+    if pinned:
+        worker.facts(model_id=MODEL_ID, source_revision=SOURCE_REVISION, license=LICENSE)
+    checkpoint = read_checkpoint(raw)
+    worker.facts(action_space=describe_action_space(checkpoint), observation_shape=list(checkpoint.observation.shape))
+    if checkpoint.vec_normalize:
+        worker.facts(notes=["trained with VecNormalize: observations must be normalised with its statistics first, "
+                            "which a checkpoint does not hold"])
+        worker.log("[note]    {notes[0]}")
+    return checkpoint
+
+
+VERSIONS = ("python", "platform", "torch", "torch_npu", "cann", "npu_smi", "driver", "stable_baselines3", "gymnasium",
+            "numpy", "cloudpickle")
+FETCH_HINT = (f"fetch it, in the directory of inference.py: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision "
+              f"{SOURCE_REVISION} --local-dir . (SHA256 {CHECKPOINT_SHA256}); or name another with --checkpoint and "
+              "--sha256")
+
+
+def checkpoint_path(typed: str | None) -> Path:
+    """The file that is meant: as for PPO.load, a name may leave out its .zip."""
+    if typed is None:
+        return PROJECT / CHECKPOINT_NAME
+    return Path(typed if os.path.lexists(typed) or not os.path.lexists(f"{typed}.zip") else f"{typed}.zip")
+
+
+def fetch_checkpoint(path: Path) -> Path:
+    """Fetch the pinned file, where huggingface_hub is installed. Returns where it is: beside this script, or in the
+    hub's cache where that cannot be written.
+
+    The package's own environment variables apply (HF_ENDPOINT, HF_HUB_OFFLINE ...).
+    """
+    # With its telemetry, the client asks the hub for more than the file (a list of programs to find itself under).
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    try:
+        from huggingface_hub import hf_hub_download
+
+        # token=False: the file is public, and HF_ENDPOINT may be anybody's
+        cached = Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION, token=False))
+        data = cached.read_bytes()
+    except ImportError:
+        return path
+    except Exception as error:  # any of the hub's, the HTTP client's and the file system's
+        raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
+                                 f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
+    if hashlib.sha256(data).hexdigest() != CHECKPOINT_SHA256:
+        cached.resolve().unlink()  # so that the next run asks the hub again
+        raise CheckpointRejected(f"what was fetched as {CHECKPOINT_NAME} is another file", FETCH_HINT)
+    if not os.access(PROJECT, os.W_OK):
+        return cached
+    replace_file(path, data)
+    return path
+
+
+def read_file(path: Path, name: str) -> tuple[bytes, int]:
+    """The file's bytes, read once, and its size."""
+    try:
+        # O_NONBLOCK: opening a named pipe must not wait for a writer
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointRejected(f"{name} is not a regular file", "name a checkpoint with --checkpoint")
+            if status.st_size > MAX_CHECKPOINT_BYTES:
+                raise CheckpointRejected(f"{name} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
+                                         "a PPO checkpoint with MlpPolicy is smaller")
+            return file.read(MAX_CHECKPOINT_BYTES + 1), status.st_size
+    except OSError as error:
+        raise CheckpointRejected(f"{name}: {error.strerror}", FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else
+                                 "name a checkpoint with --checkpoint") from error
+
+
+def describe_action_space(checkpoint: Checkpoint) -> dict[str, Any]:
+    if "box" not in checkpoint.action:
+        return checkpoint.action
+    box: Box = checkpoint.action["box"]
+    # null for an infinite bound, which JSON has no number for
+    low, high = ([bound if math.isfinite(bound) else None for bound in bounds] for bounds in (box.low, box.high))
+    return {"type": "Box", "shape": list(box.shape), "low": low, "high": high,
+            "squashed": bool(checkpoint.policy_kwargs.get("squash_output"))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The reader: what a checkpoint says, without running anything that it asks for
+#
+# A checkpoint of SB3 is a zip with `data`, the settings as JSON, and `policy.pth`, the weights as torch.save writes
+# them: again a zip, with a pickle that describes the tensors and a record of bytes for each. No other member is opened.
+# An odd file loads if it can be read. What cannot be rebuilt is refused by its name.
+# ---------------------------------------------------------------------------------------------------------------------
+
+MAX_DATA_BYTES = 32 << 20  # 10 MB were seen: 4,096 environments with VecNormalize
+MAX_DATA_MARKS = 200_000  # brackets, commas and escapes in it; some hundreds are usual
+MAX_DIRECTORY_BYTES = 512 << 10  # of a zip: about 7,000 members
+MAX_PICKLE_BYTES = 256 << 10
+MAX_OPCODES = 20_000  # some hundreds are usual
+MAX_SPACE = 1 << 20  # numbers in an observation or an action, and characters of a text that is taken apart
+PIECE_BYTES = 256 << 10
+
+FETCH_AGAIN = "fetch or copy the file again"
+NOT_PPO_SAVE = "name the .zip that PPO.save of Stable-Baselines3 wrote"
+PPO_ONLY = "only PPO with MlpPolicy and a Box of observations can be run"
+SHARED_LAYERS = "the policy has layers that both towers share (SB3 before 1.8), which SB3 2 cannot build"
 
 
 @dataclass
 class Box:
-    """A box of `shape`; `low` and `high` have one number per element, flattened."""
+    """A Box of gymnasium; `low` and `high` are flattened, a number for each element."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -998,482 +1136,485 @@ class Box:
 
 
 @dataclass
-class Network:
-    """What a policy is built from, read from the text beside each serialised value and never unpickled."""
+class Checkpoint:
+    """What a verified checkpoint says: numbers and text, nothing unpickled."""
 
+    tensors: dict[str, Array]  # float32 and finite, by their names in policy.pth
     observation: Box
-    action: dict[str, Any]  # {"type": "Discrete", "n": 2} and the like; for "Box" its Box under "box"
-    policy_kwargs: dict[str, Any] = field(default_factory=dict)
-    use_sde: bool = False
-    activation: str = "Tanh"
+    action: dict[str, Any]  # {"type": "Discrete", "n": 2}, {"type": "MultiDiscrete", "nvec": [3, 2]}, ..., "box": Box
+    net_arch: dict[str, list[int]]  # {"pi": [64, 64], "vf": [64, 64]}
+    activation: str  # its name in torch.nn
+    activation_kwargs: dict[str, Any]
+    policy_kwargs: dict[str, Any]  # other arguments of ActorCriticPolicy that the file gives
+    use_sde: bool
+    vec_normalize: bool  # trained on observations that VecNormalize had normalised
 
 
-class SavedTensor(NamedTuple):
-    """A contiguous tensor as the file holds it: little-endian bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    content: memoryview
-
-
-def verify(args: argparse.Namespace, evidence: Evidence) -> Checkpoint:
-    path = Path(args.checkpoint) if args.checkpoint else PROJECT / CHECKPOINT_NAME
-    shown = evidence.shown(path, typed=args.checkpoint)
-    pinned = args.sha256 == CHECKPOINT_SHA256
-    result = evidence.result["checkpoint"] = dict.fromkeys(("path", "bytes", "sha256", "size_ok", "sha256_ok"))
-    result["path"] = shown
-    evidence.log("start")
-    fetched = None
-    if args.checkpoint is None and pinned and not os.path.lexists(path):
-        fetched = fetch_checkpoint()
-    try:
-        raw, size_on_disk = read_checkpoint(fetched or path, shown)
-    except CheckpointRejected:
-        discard(fetched)
-        raise
-    digest = hashlib.sha256(raw).hexdigest()
-    size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size_on_disk)
-    sha256_ok = digest == args.sha256
-    result.update(bytes=len(raw), sha256=digest, size_ok=size_ok, sha256_ok=sha256_ok)
-    evidence.log("checkpoint")
-    if not (size_ok and sha256_ok):
-        discard(fetched)
-        expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
-        raise CheckpointRejected(f"{shown} has {len(raw)} bytes and SHA256 {digest}, expected {expected}",
-                                 FETCH_HINT if pinned and not args.checkpoint else
-                                 "fetch the file again; --sha256 names the digest of a checkpoint of your own")
-    if fetched:
-        with contextlib.suppress(OSError):  # where the project cannot be written, the hub's cache serves the next run
-            replace_file(path, raw)
-    if pinned:
-        evidence.result.update(model_id=MODEL_ID, source_revision=SOURCE_REVISION, license=LICENSE)
-    members = zip_members(raw, "the archive")
-    refuse_unknown(members)
-    data = read_data(members["data"])
-    network = read_network(data, len(members["policy.pth"]))
-    tensors = read_policy(members, tensor_shapes(network))
-    return Checkpoint(raw, data, network, tensors, pinned)
+def read_checkpoint(raw: bytes) -> Checkpoint:
+    archive = open_zip(raw, "the file")
+    refuse_other_archives(archive)
+    checkpoint = read_settings(read_data(read_member(archive, "data", MAX_DATA_BYTES)))
+    policy = bytes(read_member(archive, "policy.pth", MAX_CHECKPOINT_BYTES))
+    checkpoint.tensors = read_weights(policy, tensor_shapes(checkpoint))
+    return checkpoint
 
 
-FETCH_HINT = (f"fetch it, in the directory of inference.py: hf download {MODEL_ID} {CHECKPOINT_NAME} --revision "
-              f"{SOURCE_REVISION} --local-dir . (SHA256 {CHECKPOINT_SHA256}); or name another with --checkpoint and "
-              "--sha256")
-
-
-def fetch_checkpoint() -> Path | None:
-    """The pinned file in huggingface_hub's cache, fetched where need be; None when that package is not installed.
-
-    Its environment variables apply (HF_ENDPOINT, HF_HUB_OFFLINE, HF_HOME ...). What arrives is verified like any file.
-    """
-    # With its telemetry, the client asks the hub for more than the file (a list of programs to find itself under).
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    try:
-        from huggingface_hub import hf_hub_download
-
-        # token=False: the file is public, and HF_ENDPOINT may be anybody's
-        return Path(hf_hub_download(MODEL_ID, CHECKPOINT_NAME, revision=SOURCE_REVISION, token=False))
-    except ImportError:
-        return None
-    except Exception as error:  # any of the hub's, the HTTP client's and the file system's
-        raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
-                                 f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
-
-
-def discard(fetched: Path | None) -> None:
-    """Remove a wrong file from the hub's cache, so that the next run asks the hub again."""
-    if fetched:
-        with contextlib.suppress(OSError):
-            fetched.resolve().unlink()
-
-
-def read_checkpoint(path: Path, shown: str) -> tuple[bytes, int]:
-    """The file's bytes, read once, and its size."""
-    try:
-        # O_NONBLOCK: opening a named pipe must not wait for a writer
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointRejected(f"{shown} is not a regular file", "name a checkpoint with --checkpoint")
-            if status.st_size > MAX_CHECKPOINT_BYTES:
-                raise CheckpointRejected(f"{shown} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
-                                         FETCH_HINT if path.name == CHECKPOINT_NAME else NOT_SB3)
-            return file.read(MAX_CHECKPOINT_BYTES + 1), status.st_size
-    except OSError as error:
-        hint = FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else "name a checkpoint with --checkpoint"
-        raise CheckpointRejected(f"{shown}: {error.strerror}", hint) from error
-
-
-NOT_SB3 = "this is no file that SB3's PPO.save wrote"
-
-
-def require(holds: bool, fault: str, hint: str = NOT_SB3) -> None:
+def require(holds: bool, message: str, hint: str = NOT_PPO_SAVE) -> None:
     if not holds:
-        raise CheckpointRejected(fault, hint)
+        raise CheckpointRejected(message, hint)
 
 
-def zip_members(raw: bytes, what: str) -> dict[str, bytes]:
-    """The members of a zip archive, by name. Refuses an archive in which two readers could see two different things.
+def quoted(value: Any) -> str:
+    """A value of the file for a message: short, printable, without addresses of memory."""
+    if isinstance(value, (dict, list)):
+        return f"a JSON {'object' if isinstance(value, dict) else 'array'}"
+    return ascii(re.sub(r" at 0x[0-9a-fA-F]+", "", str(value)[:200])[:100])
 
-    zipfile and torch's reader look for the directory in different ways, and either can be shown other members than the
-    other. So nothing is left to find: the end record is at the end, the directory right before it, the members adjoin
-    from the first byte on, their two headers agree, and all are stored plainly, as SB3 and torch.save write them
-    (which also ends zip bombs). Formats: APPNOTE.TXT of PKWARE, 4.3.
-    """
-    end = len(raw) - 22
-    require(end >= 0 and raw[end:end + 4] == b"PK\5\6", f"{what} is no zip archive, or has bytes after its end")
-    disk, directory_disk, here, entries, size, offset, comment = struct.unpack("<HHHHLLH", raw[end + 4:])
-    directory_end = end
-    if raw[max(0, end - 20):end].startswith(b"PK\6\7"):  # zip64, as torch writes it: it must repeat the end record
-        directory_end = end - 76
-        record = raw[max(0, directory_end):end]
-        require(record[:12] == b"PK\6\6" + struct.pack("<Q", 44)
-                and record[16:56] == struct.pack("<LLQQQQ", 0, 0, entries, entries, size, offset)
-                and record[60:] == struct.pack("<LQL", 0, directory_end, 1), f"{what} has two end records that differ")
-    require((disk, directory_disk, comment) == (0, 0, 0) and here == entries and offset + size == directory_end
-            and size <= MAX_INDEX_BYTES, f"{what} has a directory that is not where its end record says, or too large")
-    members: dict[str, bytes] = {}
-    position = 0
+
+# Archives
+
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError, ValueError,
+              OverflowError, OSError)
+OTHER_FILES = (  # how a file begins that people pass by mistake, what it is, and what to do
+    (b"version https://git-lfs", "is a Git LFS pointer, not the checkpoint itself", "git lfs pull"),
+    (b"<!doctype html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
+    (b"<html", "is an HTML page", "fetch the file itself: hf download REPOSITORY FILE"),
+    (b"\x80\x02\x8a\nl\xfc\x9cf", "was written by torch before 1.6", "load and save it again with a newer torch"),
+    (b"pk\3\4", "is a zip archive that is cut short or damaged", FETCH_AGAIN),
+    (b"", "is not a zip archive", NOT_PPO_SAVE),
+)
+OTHER_MEMBERS = (  # how a member's name ends that no checkpoint of SB3 has, what the archive is, and what to do
+    ("parameter_list", "the checkpoint is of Stable-Baselines 2, not of SB3", "train it again with SB3"),
+    ("/policy.pth", "the members of the checkpoint are in a folder of the archive", "zip them without the folder"),
+    ("/data.pkl", "the file is a .pth of torch.save, or a checkpoint that is cut short", NOT_PPO_SAVE),
+    (".zip", "the archive holds another archive", "unzip it once"),
+)
+
+
+class BoundedFile(io.BytesIO):
+    """A file that refuses a large read: zipfile reads the directory of an archive in one piece."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size if size is not None and 0 <= size <= PIECE_BYTES else MAX_DIRECTORY_BYTES + 1)
+        require(len(content) <= MAX_DIRECTORY_BYTES, "a zip archive has an enormous directory")
+        return content
+
+
+def open_zip(raw: bytes, what: str) -> zipfile.ZipFile:
+    require(len(raw) > 0, f"{what} is empty", FETCH_AGAIN)
     try:
-        for info in zipfile.ZipFile(io.BytesIO(raw)).infolist():
-            name, length = info.filename, info.file_size
-            require(info.orig_filename == name and name.isascii() and name.isprintable() and name not in members,
-                    f"{what} has a member with an odd name, or twice: {name[:80]!r}")
-            require(info.compress_type == zipfile.ZIP_STORED and info.compress_size == length,
-                    f"{what} has a compressed member: {name[:80]}")
-            require(not info.flag_bits & ~0x808,  # all but a data descriptor and UTF-8
-                    f"{what} has an encrypted member: {name[:80]}")
-            signature, _, flags, method, _, _, crc, packed, unpacked, name_length, extra_length = struct.unpack_from(
-                "<4sHHHHHLLLHH", raw, position)
-            content = position + 30 + name_length + extra_length
-            deferred = bool(flags & 8)  # the sizes follow the content; 0xFFFFFFFF: they are in the zip64 field
-            sizes = [(length, length), (0xFFFFFFFF, 0xFFFFFFFF), *([(0, 0)] if deferred else [])]
-            differ = f"{what} has a member whose two headers differ: {name[:80]}"
-            require(signature == b"PK\3\4" and info.header_offset == position and not method
-                    and flags == info.flag_bits and raw[position + 30:position + 30 + name_length] == name.encode()
-                    and (crc == info.CRC or deferred) and (packed, unpacked) in sizes, differ)
-            members[name] = raw[content:content + length]
-            position = content + length
-            require(zlib.crc32(members[name]) == info.CRC, f"{what} has a damaged member: {name[:80]}")
-            if deferred:
-                descriptors = [b"PK\7\10" + struct.pack(form, info.CRC, length, length) for form in ("<LLL", "<LQQ")]
-                found = [d for d in descriptors if raw.startswith(d, position)]
-                require(bool(found), differ)
-                position += len(found[0])
-    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
-        raise CheckpointRejected(f"{what} is not readable: {error}", NOT_SB3) from error
-    require(position == offset and len(members) == entries,
-            f"{what} has bytes between its members, or a directory that counts them wrong")
-    return members
+        return zipfile.ZipFile(BoundedFile(raw))
+    except ZIP_ERRORS as error:
+        start = raw[:200].lstrip().lower()
+        message, hint = next(other[1:] for other in OTHER_FILES if start.startswith(other[0]))
+        raise CheckpointRejected(f"{what} {message}", hint) from error
 
 
-def refuse_unknown(members: dict[str, bytes]) -> None:
-    missing, unknown = REQUIRED_MEMBERS - set(members), set(members) - REQUIRED_MEMBERS - OPTIONAL_MEMBERS
-    require(not missing, f"the archive lacks {', '.join(sorted(missing))}")
-    require(not unknown, f"the archive has unknown members: {', '.join(sorted(unknown))[:200]}")
-    require(len(members["data"]) <= MAX_DATA_BYTES, f"data has more than {MAX_DATA_BYTES} bytes")
+def refuse_other_archives(archive: zipfile.ZipFile) -> None:
+    names = archive.namelist()
+    if "data" in names and "policy.pth" in names:
+        return
+    for ending, message, hint in OTHER_MEMBERS:
+        require(not any(name.endswith(ending) for name in names), message, hint)
+    raise CheckpointRejected("the archive does not have both data and policy.pth", NOT_PPO_SAVE)
 
 
-def read_policy(members: dict[str, bytes], shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedTensor]:
-    """policy.pth as {name: float32 tensor} of these shapes; the other .pth members are held to what SB3 writes."""
-    variables = read_pth("pytorch_variables.pth", members) if "pytorch_variables.pth" in members else None
-    require(variables is None or (isinstance(variables, dict) and all(v is None for v in variables.values())),
-            "pytorch_variables.pth holds values, which would overwrite the policy's")
-    optimizer = read_pth("policy.optimizer.pth", members)  # of no use to a forward, and so not looked into
-    require(isinstance(optimizer, dict) and set(optimizer) == {"state", "param_groups"},
-            "policy.optimizer.pth is not the state of an optimizer")
-    policy: dict[str, SavedTensor] = read_pth("policy.pth", members)
-    require(isinstance(policy, dict) and all(isinstance(tensor, SavedTensor) for tensor in policy.values()),
-            "policy.pth is no dictionary of tensors")
-    for name in [*shapes, *policy]:
-        saved = policy[name].shape if name in policy else None
-        require(saved == shapes.get(name), f"policy.pth is not of the network that data describes: {str(name)[:80]} is "
-                                           f"{saved}, expected {shapes.get(name)}")
-    require(sum(len(tensor.content) for tensor in policy.values()) <= len(members["policy.pth"]),
-            "policy.pth has tensors that share their bytes")
-    for name, tensor in policy.items():
-        require(tensor.dtype == "float32", f"policy.pth: {name} is {tensor.dtype}, not float32")
-        # A sum is finite when all that it adds up is: no float32 is large enough to overflow it.
-        require(math.isfinite(sum(tensor.content.cast("f"))), f"policy.pth: {name} holds NaN or infinite weights",
-                "its training has diverged, or the file is damaged")
-    return policy
-
-
-def read_pth(name: str, members: dict[str, bytes]) -> Any:
-    """What torch.save wrote, read without torch and without running anything that the pickle asks for."""
-    require(members[name].startswith(b"PK\3\4"), f"{name} is not in the zip format of torch since 1.6")
-    records = zip_members(members[name], name)
-    root = next(iter(records), "").partition("/")[0]
-    known = {f"{root}/{record}" for record in ("data.pkl", "version", "byteorder", ".data/serialization_id",
-                                               ".format_version", ".storage_alignment")}
-    storages = {match[1]: memoryview(content) for record, content in records.items()
-                if (match := re.fullmatch(re.escape(root) + r"/data/(\d{1,9})", record))}
-    unknown = [r for r in records if r not in known and r.removeprefix(f"{root}/data/") not in storages]
-    require(not unknown, f"{name} has unknown records: {', '.join(unknown)[:200]}")
-    pickled = records.get(f"{root}/data.pkl", b"")
-    require(len(pickled) <= MAX_INDEX_BYTES and records.get(f"{root}/byteorder", b"little") == b"little",
-            f"{name} is too large, or big-endian")
+def read_member(archive: zipfile.ZipFile, name: str, limit: int) -> bytearray:
+    """A member in full; of two with one name the last, as SB3 reads it."""
+    shown = f"the member {quoted(name)}"
     try:
-        return TensorUnpickler(name, pickled, storages).load()
-    except Exception as error:  # the unpickler on untrusted input: anything, and none of it a bug
-        raise CheckpointRejected(f"{name} is no plain dictionary of tensors: {type(error).__name__}",
-                                 NOT_SB3) from error
+        info = archive.getinfo(name)
+        require(info.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED),
+                f"{shown} is neither stored nor deflated", "zip the members again")
+        require(info.file_size <= limit, f"{shown} expands to {info.file_size} bytes, more than {limit}")
+        content = bytearray(info.file_size)
+        end = 0
+        with archive.open(info) as file:
+            while piece := file.read(PIECE_BYTES):  # zipfile ends at the stated size, and compares the CRC there
+                content[end:end + len(piece)] = piece
+                end += len(piece)
+    except KeyError as error:
+        raise CheckpointRejected(f"{shown} is missing", FETCH_AGAIN) from error
+    except ZIP_ERRORS as error:
+        raise CheckpointRejected(f"{shown} is damaged or encrypted", FETCH_AGAIN) from error
+    require(end == info.file_size, f"{shown} is shorter than its size says", FETCH_AGAIN)
+    return content
 
 
-class StateDict(dict[Any, Any]):
-    """Stands for every dictionary of a .pth: keys of text or numbers, and no attributes to shadow its methods."""
+# Settings: plain JSON values, and the text that SB3 writes beside what it serialises
 
-    __slots__ = ()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if type(key) not in (str, int):
-            raise TypeError("a key is neither text nor a number")
-        super().__setitem__(key, value)
-
-    def __setstate__(self, attributes: Any) -> None:
-        # what torch hangs on to a state dict: the versions of its modules, of no use here
-        if not (isinstance(attributes, dict) and set(attributes) == {"_metadata"}
-                and isinstance(attributes["_metadata"], dict)
-                and all(isinstance(version, dict) for version in attributes["_metadata"].values())):
-            raise TypeError("a dictionary has attributes")
-
-
-class SavedStorage(NamedTuple):
-    """The bytes that tensors are cut from, and the width of one number in them."""
-
-    dtype: str
-    width: int
-    content: memoryview
+OTHER_ALGORITHMS = {  # by the module of the policy class
+    "stable_baselines3.sac.policies": "SAC",
+    "stable_baselines3.td3.policies": "TD3 or DDPG",
+    "stable_baselines3.dqn.policies": "DQN",
+    "sb3_contrib.common.maskable.policies": "MaskablePPO",
+    "sb3_contrib.common.recurrent.policies": "RecurrentPPO",
+    "sb3_contrib.qrdqn.policies": "QR-DQN",
+    "sb3_contrib.tqc.policies": "TQC",
+    "sb3_contrib.ars.policies": "ARS",
+    "sb3_contrib.crossq.policies": "CrossQ",
+}
+OTHER_POLICIES = {"ActorCriticCnnPolicy": "CnnPolicy", "MultiInputActorCriticPolicy": "MultiInputPolicy"}
+PLAIN_ARGUMENTS = ("full_std", "use_expln", "squash_output", "share_features_extractor", "normalize_images")
+UNUSED_ARGUMENTS = (":type:", ":serialized:", "device", "optimizer_class", "optimizer_kwargs", "ortho_init",
+                    "log_std_init")  # of training, or overwritten by the weights
+DEFAULTS = {"features_extractor_kwargs": {},
+            "features_extractor_class": "<class 'stable_baselines3.common.torch_layers.FlattenExtractor'>"}
 
 
-class TensorUnpickler(pickle._Unpickler):
-    """Reads what torch.save writes for tensors in dictionaries, and nothing else.
-
-    It knows a few opcodes and three names: a dictionary, a storage, and the function that makes a tensor, none of them
-    torch's own. Each step does a bounded amount of work. The pure Python unpickler, since the one in C makes room for
-    as many objects as a pickle says that it has.
-    """
-
-    OPCODES = ("PROTO GLOBAL MARK STOP BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 "
-               "EMPTY_DICT SETITEM SETITEMS EMPTY_LIST APPEND APPENDS NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 "
-               "LONG1 BINFLOAT BINUNICODE BINPERSID REDUCE BUILD")
-    dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]  # noqa: RUF012
-                for name in OPCODES.split()}
-    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(StateDict())  # type: ignore[attr-defined]
-    STORAGES = {name: SavedStorage(dtype, width, memoryview(b"")) for name, dtype, width in (  # noqa: RUF012
-        ("FloatStorage", "float32", 4), ("DoubleStorage", "float64", 8), ("HalfStorage", "float16", 2),
-        ("LongStorage", "int64", 8), ("IntStorage", "int32", 4), ("ByteStorage", "uint8", 1),
-        ("BoolStorage", "bool", 1))}
-
-    def __init__(self, name: str, pickled: bytes, storages: dict[str, memoryview]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.name, self.storages = name, storages
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
-            return lambda: StateDict()  # not the class: called with a dictionary, it would copy it
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return self.tensor
-        if module == "torch" and name in self.STORAGES:
-            return self.STORAGES[name]
-        raise CheckpointRejected(f"{self.name} asks for {module[:60]}.{name[:60]}, which is no tensor",
-                                 "nothing in a checkpoint is run")
-
-    def build(self: Any) -> None:
-        require(type(self.stack[-2]) is StateDict, f"{self.name} gives attributes to what is no dictionary")
-        self.load_build()
-
-    dispatch[pickle.BUILD[0]] = build
-
-    def persistent_load(self, reference: Any) -> SavedStorage:
-        kind, empty, key, _, count = reference
-        require(kind == "storage" and type(empty) is SavedStorage and type(key) is str and type(count) is int
-                and len(self.storages[key]) == count * empty.width,
-                f"{self.name}: a storage has not the size that is stated")
-        return SavedStorage(empty.dtype, empty.width, self.storages[key])
-
-    def tensor(self, storage: SavedStorage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...],
-               requires_grad: bool = False, hooks: Any = None, metadata: Any = None) -> SavedTensor:
-        require(type(storage) is SavedStorage and type(shape) is tuple and type(strides) is tuple,
-                f"{self.name} has a tensor without storage or shape")
-        dtype, width, content = storage
-        larger = f"{self.name} has a tensor that is larger than its storage"
-        require(len(strides) == len(shape) <= 32 and all(
-            type(number) is int and 0 <= number <= len(content) for number in (offset, *shape, *strides)), larger)
-        size = 1
-        for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-            require(stride == size or length <= 1, f"{self.name} has a tensor that is not contiguous")
-            size *= length
-        require((offset + size) * width <= len(content), larger)
-        return SavedTensor(dtype, tuple(shape), content[offset * width:(offset + size) * width])
-
-
-def read_data(text: bytes) -> dict[str, Any]:
+def read_data(text: bytearray) -> dict[str, Any]:
+    marks = sum(text.count(mark) for mark in b"[{,\\")
+    require(marks <= MAX_DATA_MARKS, f"data has {marks} brackets, commas and escapes, more than {MAX_DATA_MARKS}")
     try:
-        data = json.loads(text.decode("utf-8"))
+        data = json.loads(text.decode(), parse_int=bounded_integer)
     except (ValueError, RecursionError) as error:
-        raise CheckpointRejected(f"data is not JSON: {type(error).__name__}", NOT_SB3) from error
+        raise CheckpointRejected("data is not JSON that can be read", FETCH_AGAIN) from error
     require(isinstance(data, dict), "data is not a JSON object")
-    for key in ("policy_class", "policy_kwargs", "observation_space", "action_space"):
-        require(isinstance(data.get(key), dict), f"data lacks {key}, or it is not an object")
-    require(bool({"clip_range", "n_epochs"} & set(data)),
-            "data has neither clip_range nor n_epochs: its algorithm is not PPO")
-    return dict(data)
+    return data  # type: ignore[no-any-return]
 
 
-def read_network(data: dict[str, Any], limit: int) -> Network:
-    """Spaces, architecture and policy arguments from the readable text in `data`; no space larger than `limit`.
+def bounded_integer(digits: str) -> int:
+    if len(digits) > 30:  # the time that many take grows with their square
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
 
-    SB3 writes a value that JSON cannot hold as cloudpickle, and beside it the text of its first level
-    (stable_baselines3.common.save_util.data_to_json). That text differs a little over the years: gym and gymnasium,
-    `shape` and `_shape`, numbers as numbers and as strings. What cannot be rebuilt is refused by name.
-    """
+
+def read_settings(data: dict[str, Any]) -> Checkpoint:
+    for name in ("policy_class", "observation_space", "action_space", "policy_kwargs"):
+        require(isinstance(data.get(name), dict), f"data lacks {name}")
+    refuse_other_algorithms(data)
+    observation = read_box(data["observation_space"], "observation_space")
+    action = read_action_space(data["action_space"])
+    towers = {"pi": [64, 64], "vf": [64, 64]}
+    normalized = data.get("_last_original_obs") is not None
+    checkpoint = Checkpoint({}, observation, action, towers, "Tanh", {}, {}, data.get("use_sde", False), normalized)
+    read_policy_kwargs(data["policy_kwargs"], checkpoint)
+    require(type(checkpoint.use_sde) is bool and (not checkpoint.use_sde or action["type"] == "Box"),
+            "use_sde is not true or false, or true without a Box of actions", "SB3 cannot load this either")
+    require(checkpoint.use_sde or not checkpoint.policy_kwargs.get("squash_output"),
+            "squash_output is true, but use_sde is not", "SB3 cannot load this either")
+    return checkpoint
+
+
+def refuse_other_algorithms(data: dict[str, Any]) -> None:
     policy = data["policy_class"]
-    if (policy.get("__module__") != "stable_baselines3.common.policies"
-            or not str(policy.get("__init__")).startswith("<function ActorCriticPolicy.__init__ ")):
-        name = re.sub(r"<function ([\w.]+)\.__init__ .*", r"\1", text_of(policy, "__init__")[:200])
-        raise CheckpointRejected(f"policy_class is {name[:80]} of {text_of(policy, '__module__')[:80]}, not SB3's "
-                                 "ActorCriticPolicy", "only PPO with MlpPolicy can be run")
-    network = Network(read_box(data["observation_space"], "observation_space", limit),
-                      read_action_space(data["action_space"], limit))
-    require(network.observation.shape != (), "observation_space is a Box without a dimension", "SB3 cannot flatten it")
-    read_policy_kwargs(data["policy_kwargs"], network)
-    network.use_sde = data.get("use_sde", False)
-    require(type(network.use_sde) is bool and (not network.use_sde or "box" in network.action),
-            "use_sde is not true or false, or true without a Box of actions")
-    return network
+    module = text_of(policy, "__module__")
+    algorithm = OTHER_ALGORITHMS.get(module)
+    require(algorithm is None, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
+    methods = " ".join(text_of(policy, name)[:200] for name in policy)
+    match = re.search(r"<function ([\w.<>]+)\.\w+ at ", text_of(policy, "__init__")[:200] or methods)
+    name = match[1] if match else "a class"
+    require(module == "stable_baselines3.common.policies" and name == "ActorCriticPolicy",
+            f"the policy is {OTHER_POLICIES.get(name, quoted(name))} of {quoted(module)}, not MlpPolicy", PPO_ONLY)
+    algorithm = "TRPO" if "cg_max_steps" in data else "A2C"  # with the same policy
+    require("clip_range" in data or "n_epochs" in data, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
 
 
 def text_of(entry: dict[str, Any], *names: str) -> str:
-    """The first of these values that the entry has, as text: SB3 writes numbers and arrays both ways."""
-    return next((str(entry[name]) for name in names if entry.get(name) is not None), "")[:1 << 20]
+    """The first of these values that is there, as text: gym, gymnasium and SB3 changed names and forms over the years.
+
+    An array of numbers becomes "[3, 2]", and numpy's "np.int64(3)" becomes "3". What is too long or nested is "".
+    """
+    value = next((entry[name] for name in names if entry.get(name) is not None), "")
+    if isinstance(value, list) and all(isinstance(item, (int, float)) for item in value):
+        value = str(value)
+    text = str(value) if isinstance(value, (str, int, float)) else ""
+    return re.sub(r"np\.\w{1,20}\(([^()]{1,40})\)", r"\1", text) if len(text) <= MAX_SPACE else ""
 
 
-def class_name(text: str, module: str) -> str:
-    """Box of "<class 'gymnasium.spaces.box.Box'>", when it is of the given module; "" for any other."""
-    match = re.fullmatch(rf"<class '{module}\.(\w+)'>", text) if len(text) < 200 else None
+def numbers_of(text: str) -> list[float]:
+    """Those of "2", "(4,)", "[3, 2]" or "[-1.  inf]"; NaN where the text has something else, as numpy's "..."."""
+    words = re.sub(r"[\[\](),]", " ", text).replace("True", "1").replace("False", "0").split()
+    try:
+        return [float(word) for word in words]
+    except ValueError:
+        return [math.nan]
+
+
+def counts_of(entry: dict[str, Any], what: str, *names: str) -> list[int]:
+    text = text_of(entry, *names)
+    numbers = numbers_of(text)
+    plain = "[[" not in text and all(0 < number < 1 << 31 and number == int(number) for number in numbers)
+    require(plain, f"{what} has {names[-1]} of {quoted(text)}", PPO_ONLY)
+    return [int(number) for number in numbers]
+
+
+def space_type(space: dict[str, Any], what: str) -> str:
+    text = text_of(space, ":type:")
+    match = re.fullmatch(r"<class 'gym(?:nasium)?\.spaces\.\w+\.(\w+)'>", text)
+    require(match is not None, f"{what} is {quoted(text)}, not a space of gymnasium", PPO_ONLY)
     return match[1] if match else ""
 
 
-def integers(text: str, what: str) -> list[int]:
-    """The numbers of "(4,)", "[3 2]", "[3, 2]" or "2"."""
-    require(len(text) <= 10_000 and bool(re.fullmatch(r"[\[(]?[\d\s,]*[\])]?", text)),
-            f"{what} cannot be read: {text[:60]!r}", "")
-    return [int(number) for number in re.findall(r"\d{1,9}", text)]
-
-
-def read_box(space: dict[str, Any], what: str, limit: int) -> Box:
-    kind = class_name(text_of(space, ":type:"), SPACES)
-    require(kind == "Box", f"{what} is {kind or 'unreadable'}, not a Box", "other spaces cannot be run")
-    shape = tuple(integers(text_of(space, "_shape", "shape"), f"{what}.shape"))
-    dtype = text_of(space, "dtype")[:60]
-    dtype = class_name(dtype, "numpy") or dtype
-    require(bool(re.fullmatch(r"float(16|32|64)|u?int(8|16|32|64)", dtype)),
-            f"{what}.dtype cannot be read: {dtype!r}", "")
+def read_box(space: dict[str, Any], what: str) -> Box:
+    kind = space_type(space, what)
+    require(kind == "Box", f"{what} is {kind}, not Box", PPO_ONLY)
+    shape = counts_of(space, what, "_shape", "shape")
     size = math.prod(shape)
-    require(0 < size <= limit and len(shape) <= 32,  # numpy's limit
-            f"{what} has the shape {str(shape)[:80]}, too large for the weights in policy.pth", "")
+    require(0 < len(shape) <= 32 and size <= MAX_SPACE, f"{what} has {size} numbers in {len(shape)} dimensions",
+            "flatten it, or make it smaller")
+    text = text_of(space, "dtype")
+    dtype = re.fullmatch(r"(?:<class ')?(?:numpy\.)?(bool|u?int(?:8|16|32|64)|float(?:16|32|64))_?(?:'>)?", text)
+    require(dtype is not None, f"{what} has a dtype of {quoted(text)}")
     bounds = []
     for name, unbounded in (("low", -math.inf), ("high", math.inf)):
-        text = text_of(space, f"{name}_repr", name)
-        numbers = [float(number) for number in re.findall(r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf)", text)]
-        if len(set(numbers)) == 1:
-            numbers *= size  # one number for all, or all that numpy's "..." left are the same
-        elif len(numbers) != size:
-            require(what != "action_space" and dtype.startswith("float"),
-                    f"{what}.{name} cannot be read: {text[:60]!r}", "")
-            numbers = [unbounded] * size  # the bounds of a float observation take no part in a forward
-        bounds.append(numbers[:size])
-    return Box(shape, dtype, *bounds)
+        numbers = numbers_of(text_of(space, f"{name}_repr", name))
+        if len(numbers) == 1:  # gymnasium shortens bounds that are all the same
+            numbers *= size
+        complete = len(numbers) == size and not any(map(math.isnan, numbers))
+        require(complete or what != "action_space", f"{what} has bounds that cannot be read", PPO_ONLY)
+        # Those of an observation only tell whether it is an image.
+        bounds.append(numbers if complete else [unbounded] * size)
+    return Box(tuple(shape), dtype[1] if dtype else "", *bounds)
 
 
-def read_action_space(space: dict[str, Any], limit: int) -> dict[str, Any]:
-    kind = class_name(text_of(space, ":type:"), SPACES)
+def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
+    kind = space_type(space, "action_space")
     if kind == "Box":
-        return {"type": kind, "box": read_box(space, "action_space", limit)}
-    counts = {name: integers(text_of(space, name), f"action_space.{name}") for name in ("n", "nvec")}
-    if kind in ("Discrete", "MultiBinary") and len(counts["n"]) == 1 and counts["n"][0] > 0:
-        return {"type": kind, "n": counts["n"][0]}
-    if kind == "MultiDiscrete" and 0 < len(counts["nvec"]) <= 1000 and min(counts["nvec"]) > 0:
-        return {"type": kind, "nvec": counts["nvec"]}
-    raise CheckpointRejected(f"action_space is {kind or 'unreadable'} of {counts['n'] or counts['nvec']}",
-                             "Discrete, MultiDiscrete, MultiBinary and Box can be run")
+        return {"type": kind, "box": read_box(space, "action_space")}
+    if kind == "MultiDiscrete":
+        return {"type": kind, "nvec": counts_of(space, "action_space", "nvec")}
+    require(kind in ("Discrete", "MultiBinary"), f"action_space is {kind}",
+            "Discrete, MultiDiscrete, MultiBinary and Box can be run")
+    counts = counts_of(space, "action_space", "n")
+    require(len(counts) == 1, f"action_space is {kind} of {counts}, not of one number", "SB3 cannot run it either")
+    return {"type": kind, "n": counts[0]}
 
 
-SPACES = r"gym(?:nasium)?\.spaces\.\w+"
-ACTIVATIONS = {"ReLU", "Tanh", "ELU", "LeakyReLU", "GELU", "SELU", "SiLU", "Sigmoid"}
-PLAIN_POLICY_KWARGS = {"ortho_init": bool, "full_std": bool, "use_expln": bool, "squash_output": bool,
-                       "share_features_extractor": bool, "normalize_images": bool}
-# Of training, or overwritten by the weights.
-UNUSED_POLICY_KWARGS = ("device", "optimizer_class", "optimizer_kwargs", "log_std_init")
-
-
-def read_policy_kwargs(saved: dict[str, Any], network: Network) -> None:
-    require(":serialized:" not in saved or not set(saved) <= {":type:", ":serialized:"},
-            "policy_kwargs has no readable text beside what is serialised")
-    for name, value in saved.items():
-        what = f"policy_kwargs.{name[:60]}"
-        if name in (":type:", ":serialized:", *UNUSED_POLICY_KWARGS):
+def read_policy_kwargs(arguments: dict[str, Any], checkpoint: Checkpoint) -> None:
+    require(set(arguments) != {":type:", ":serialized:"}, "policy_kwargs has no text beside what is serialised")
+    for name, value in arguments.items():
+        if name in UNUSED_ARGUMENTS or value is None or DEFAULTS.get(name) == value:
             continue
         if name == "net_arch":
-            network.policy_kwargs[name] = read_net_arch(value)
+            checkpoint.net_arch = read_net_arch(value)
         elif name == "activation_fn":
-            network.activation = class_name(str(value), r"torch\.nn\.modules\.activation")
-            require(network.activation in ACTIVATIONS, f"{what} is {str(value)[:80]}",
-                    f"known are {', '.join(sorted(ACTIVATIONS))}")
-        elif name == "features_extractor_class" and class_name(
-                str(value), r"stable_baselines3\.common\.torch_layers") == "FlattenExtractor":
-            continue
-        elif value is None or (name == "features_extractor_kwargs" and value == {}):
-            continue  # SB3's default
-        elif name in PLAIN_POLICY_KWARGS and isinstance(value, PLAIN_POLICY_KWARGS[name]):
-            network.policy_kwargs[name] = value
+            checkpoint.activation, checkpoint.activation_kwargs = read_activation(text_of(arguments, name))
         else:
-            raise CheckpointRejected(f"{what} cannot be rebuilt: {str(value)[:80]!r}")
+            require(name in PLAIN_ARGUMENTS and isinstance(value, bool),
+                    f"policy_kwargs has {quoted(name)} of {quoted(value)}", "a policy with it cannot be rebuilt")
+            checkpoint.policy_kwargs[name] = value
 
 
-def read_net_arch(value: Any) -> dict[str, list[int]] | None:
-    """Layer sizes as {"pi": [64, 64], "vf": [64, 64]}; None for SB3's default of just that.
-
-    Written as that object, as a list around it (until SB3 1.8), as one list for both, or not at all."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+def read_net_arch(value: Any) -> dict[str, list[int]]:
+    """Layer sizes, written as {"pi": [64], "vf": [64]}, as a list of that, or as one list for both towers."""
+    if isinstance(value, str):  # the sizes are numpy's integers
+        value = literal(text_of({"net_arch": value}, "net_arch"))
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        require(len(value) == 1, SHARED_LAYERS, "train it again with SB3 2")
         value = value[0]
-    if isinstance(value, list):
-        value = {"pi": value, "vf": value}
-    if value is None:
+    towers = value if isinstance(value, dict) else {"pi": value, "vf": value}
+    require(all(isinstance(layers, list) for layers in towers.values()),
+            f"policy_kwargs has a net_arch of {quoted(value)}, not lists of layer sizes")
+    return {tower: counts_of(towers, "net_arch in policy_kwargs", tower) for tower in ("pi", "vf")}
+
+
+def literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text[:10_000])
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
         return None
-    towers = {name: value.get(name, []) for name in ("pi", "vf")} if isinstance(value, dict) else {}
-    if (not towers or set(value) - set(towers)
-            or not all(isinstance(sizes, list) and len(sizes) <= 1000 for sizes in towers.values())
-            or not all(type(size) is int and size > 0 for sizes in towers.values() for size in sizes)):
-        raise CheckpointRejected(f"policy_kwargs.net_arch cannot be rebuilt: {str(value)[:80]}",
-                                 "SB3 since 1.8 knows no layers that both towers share")
-    return towers
 
 
-def tensor_shapes(network: Network) -> dict[str, tuple[int, ...]]:
-    """The tensors that SB3 makes for this network, with their shapes (stable_baselines3.common.policies)."""
-    towers = network.policy_kwargs.get("net_arch") or {"pi": [64, 64], "vf": [64, 64]}
-    action = network.action
-    outputs = math.prod(action["box"].shape) if "box" in action else sum(action.get("nvec") or [action["n"]])
+def read_activation(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a class of torch.nn, or of a functools.partial of one."""
+    cls = r"<class 'torch\.nn\.modules\.\w+\.(\w+)'>"
+    match = re.fullmatch(cls, text) or re.fullmatch(rf"functools\.partial\({cls}((?:, \w+=[\w.'+-]+)*)\)", text)
+    name = match[1] if match else ""
+    arguments = {key: literal(value) for key, value in re.findall(r"(\w+)=([^,)]+)", text)}
+    known = ["inplace", *ACTIVATIONS.get(name, "").split()]
+    plain = all(key in known and isinstance(value, (int, float, str)) for key, value in arguments.items())
+    require(name in ACTIVATIONS and plain, f"policy_kwargs has an activation_fn of {quoted(text)}",
+            f"known are {', '.join(ACTIVATIONS)}, and functools.partial of one with named plain numbers")
+    return name, arguments
+
+
+def tensor_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The tensors that SB3 makes for these settings (stable_baselines3.common.policies)."""
+    width = math.prod(checkpoint.observation.shape)
+    outputs = sum(choices_of(checkpoint.action))
     shapes: dict[str, tuple[int, ...]] = {}
-    for tower, layers, head, width in (("pi", "policy_net", "action_net", outputs),
-                                       ("vf", "value_net", "value_net", 1)):
-        below = math.prod(network.observation.shape)
-        # every other module of a tower is its activation, which has no weights
-        names = [f"mlp_extractor.{layers}.{2 * number}" for number in range(len(towers[tower]))]
-        for name, above in zip([*names, head], [*towers[tower], width], strict=True):
-            shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (above, below), (above,)
-            below = above
-        if tower == "pi" and "box" in action:
-            full = network.policy_kwargs.get("full_std", True)
-            latent = (towers["pi"] or [math.prod(network.observation.shape)])[-1]
-            shapes["log_std"] = (latent, outputs if full else 1) if network.use_sde else (outputs,)
+    if checkpoint.use_sde:
+        latent = [width, *checkpoint.net_arch["pi"]][-1]
+        shapes["log_std"] = (latent, outputs if checkpoint.policy_kwargs.get("full_std", True) else 1)
+    elif checkpoint.action["type"] == "Box":
+        shapes["log_std"] = (outputs,)
+    for tower, net, head, heads in (("pi", "policy_net", "action_net", outputs), ("vf", "value_net", "value_net", 1)):
+        sizes = [width, *checkpoint.net_arch[tower], heads]
+        # Every other module of a tower is its activation, which has no weights.
+        names = [f"mlp_extractor.{net}.{2 * number}" for number in range(len(sizes) - 2)]
+        for number, name in enumerate([*names, head]):
+            shapes[f"{name}.weight"] = (sizes[number + 1], sizes[number])
+            shapes[f"{name}.bias"] = (sizes[number + 1],)
     return shapes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Observations: from the command line or a file of any length, checked before the NPU is touched
-# ---------------------------------------------------------------------------------------------------------------------
+def choices_of(action: dict[str, Any]) -> list[int]:
+    """The outputs of the policy for each part of an action."""
+    if action["type"] == "Box":
+        return [math.prod(action["box"].shape)]
+    return list(action["nvec"]) if action["type"] == "MultiDiscrete" else [action["n"]]
+
+
+# Weights
+
+STORAGES = {"torch FloatStorage": "<f4", "torch DoubleStorage": "<f8", "torch HalfStorage": "<f2"}
+FUNCTIONS = ("collections OrderedDict", "torch._utils _rebuild_tensor_v2")
+
+
+class Storage(NamedTuple):
+    """A record of policy.pth, and the type of the numbers in it."""
+
+    dtype: str
+    record: str
+
+
+class SavedTensor(NamedTuple):
+    """A tensor as the pickle describes it; offset and strides count numbers, not bytes."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def read_weights(policy: bytes, shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
+    archive = open_zip(policy, "policy.pth")
+    members = archive.infolist()
+    names = {member.filename.lower() for member in members}
+    # zipfile and torch find the directory in different ways, and an archive can be made to show each another one.
+    require(not archive.comment and len(names) == len(members) > 0 and not min(m.header_offset for m in members),
+            "policy.pth is an archive that torch could read in another way")
+    root = members[0].filename.partition("/")[0]
+    order = f"{root}/byteorder"
+    require(order not in archive.namelist() or read_member(archive, order, 99) == b"little",
+            "policy.pth was written on a big-endian machine", "save it again on a little-endian one")
+    pickled = read_member(archive, f"{root}/data.pkl", MAX_PICKLE_BYTES)
+    try:
+        saved = read_pickle(pickled)
+    except (ValueError, TypeError, KeyError, IndexError) as error:  # an opcode found something else than it needs
+        raise CheckpointRejected("policy.pth has a pickle that torch.save did not write", FETCH_AGAIN) from error
+    compare_shapes(saved, shapes)
+    return read_tensors(archive, root, saved)
+
+
+def read_pickle(pickled: bytearray) -> Any:
+    """What a pickle of torch.save describes, out of numbers, texts, tuples, dictionaries and SavedTensor alone.
+
+    Stands in for an unpickler: it knows the opcodes that a dictionary of tensors needs, and calls nothing. (That of C
+    makes room for as many objects as a pickle claims, and hashes tuples of tuples for ever.)
+    """
+    stack: list[Any] = []
+    marks: list[int] = []  # heights of the stack
+    memo: dict[Any, Any] = {}
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        require(count < MAX_OPCODES, f"policy.pth has a pickle of more than {MAX_OPCODES} opcodes")
+        match opcode.name:
+            case "PROTO":
+                pass
+            case "BINUNICODE" | "BININT" | "BININT1" | "BININT2" | "LONG1":
+                stack.append(argument)
+            case "NONE" | "NEWTRUE" | "NEWFALSE":  # requires_grad, of no use here
+                stack.append(None)
+            case "GLOBAL":
+                require(argument in STORAGES or argument in FUNCTIONS, f"policy.pth asks for {quoted(argument)}",
+                        "tensors of float32, float64 and float16 can be read, and nothing is run")
+                stack.append(argument)
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "EMPTY_DICT":
+                stack.append({})
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
+                start = marks.pop() if opcode.name == "TUPLE" else len(stack) - int(opcode.name[-1])
+                stack[start:] = [tuple(stack[start:])]
+            case "SETITEM" | "SETITEMS":
+                start = marks.pop() if opcode.name == "SETITEMS" else len(stack) - 2
+                items = stack[start:]
+                del stack[start:]
+                add_items(stack[-1], items)
+            case "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[argument])
+            case "BINPERSID":
+                stack.append(storage_of(stack.pop()))
+            case "REDUCE":
+                arguments = stack.pop()
+                stack.append(result_of(stack.pop(), arguments))
+            case "BUILD":  # attributes of the dictionary: the versions of torch's modules
+                stack.pop()
+            case "STOP":
+                return stack.pop()
+            case other:
+                raise ValueError(f"opcode {other}")
+    raise ValueError("a pickle without an end")
+
+
+def add_items(target: Any, items: list[Any]) -> None:
+    if type(target) is not dict or not all(type(key) is str for key in items[::2]):
+        raise ValueError("items without a dictionary, or without names")
+    target.update(zip(items[::2], items[1::2], strict=True))
+
+
+def storage_of(reference: Any) -> Storage:
+    _, dtype, record, _, _ = reference
+    if type(dtype) is not str or type(record) is not str:
+        raise ValueError("a storage without a type or a record")
+    return Storage(STORAGES[dtype], record)
+
+
+def result_of(function: Any, arguments: Any) -> Any:
+    if function == "collections OrderedDict":
+        return {}
+    storage, offset, shape, strides, *_ = arguments
+    if function != "torch._utils _rebuild_tensor_v2" or type(storage) is not Storage:
+        raise ValueError("a call of no function, or a tensor without a storage")
+    if len(shape) > 32 or not all(type(number) is int and number >= 0 for number in (offset, *shape, *strides)):
+        raise ValueError("a tensor of an odd shape")
+    return SavedTensor(storage, offset, tuple(shape), tuple(strides))
+
+
+def compare_shapes(saved: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse the first tensor that is not of the network in `data`."""
+    require(type(saved) is dict and all(type(tensor) is SavedTensor for tensor in saved.values()),
+            "policy.pth is not a dictionary of tensors")
+    shared = any(name.startswith("mlp_extractor.shared_net.") for name in saved)
+    require(not shared, SHARED_LAYERS, "train it again with SB3 2")
+    for name in [*shapes, *saved]:
+        found = saved[name].shape if name in saved else "missing"
+        expected = shapes.get(name, "missing")
+        require(found == expected, f"{quoted(name)} is {found} in policy.pth, and {expected} in the network of data",
+                "the policy is not SB3's own, or its settings were changed")
+    parameters = sum(map(math.prod, shapes.values()))
+    require(parameters <= MAX_CHECKPOINT_BYTES // 4, f"the policy has {parameters} parameters, too many for its file")
+
+
+def read_tensors(archive: zipfile.ZipFile, root: str, saved: dict[str, SavedTensor]) -> dict[str, Array]:
+    import numpy
+
+    records: dict[str, bytearray] = {}
+    left = MAX_CHECKPOINT_BYTES
+    tensors = {}
+    for name, (storage, offset, shape, strides) in saved.items():
+        if storage.record not in records:
+            records[storage.record] = read_member(archive, f"{root}/data/{storage.record}", left)
+            left -= len(records[storage.record])
+        width = numpy.dtype(storage.dtype).itemsize
+        steps = [width * stride for stride in strides]
+        try:  # numpy refuses what reaches beyond the record
+            view = numpy.ndarray(shape, storage.dtype, records[storage.record], width * offset, steps)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise CheckpointRejected(f"policy.pth has {name} larger than its record", FETCH_AGAIN) from error
+        with numpy.errstate(over="ignore"):  # float64 beyond the range of float32
+            tensors[name] = numpy.ascontiguousarray(view, dtype=numpy.float32)
+        require(bool(numpy.isfinite(tensors[name]).all()), f"policy.pth has NaN or infinite weights in {name}",
+                "the training has diverged: take an earlier checkpoint")
+    return tensors
+
+
+# --- Observations: from the command line or a file of any length, checked before the NPU is touched
 
 
 def chunk_rows(shape: tuple[int, ...]) -> int:
@@ -1481,145 +1622,106 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
     return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * math.prod(shape))))
 
 
-def read_observations(args: argparse.Namespace, shape: tuple[int, ...], evidence: Evidence) -> numpy.ndarray[Any, Any]:
-    """The observations that the command line names: float32 (n, *shape), checked, in a copy that nobody can change."""
+def read_observations(args: argparse.Namespace, shape: tuple[int, ...], worker: Worker) -> Array:
+    """The observations that the command line names, (n, *shape) and all finite; those of a .npy are mapped."""
     try:
         import numpy
     except ImportError as error:
         raise NpuUnavailable(f"numpy cannot be imported: {first_line(error)}",
                              f"python3 -m pip install -r requirements.txt; {TRY_SIMULATOR}") from error
 
-    source, first = "observation", 0
+    name, first = "--observation", 0
     if args.observations is not None:
-        source = f"{evidence.shown(args.observations, typed=args.observations)}: row"
-        rows, first = read_observation_file(args, shape, evidence)
+        name = shown(args.observations, typed=args.observations)
+        rows = read_rows(args.observations, name, shape)
+        index, of = map(int, (args.shard or "1/1").split("/"))
+        first, end = (index - 1) * len(rows) // of, index * len(rows) // of
+        if first == end:
+            raise UsageError(f"--shard {args.shard} of {len(rows)} rows is empty", "use fewer slices")
+        worker.facts(rows=end - first, observations={
+            "file": name, "dtype": str(rows.dtype), "shard": f"{index}/{of}", "first_row": first, "rows": end - first,
+            "total_rows": len(rows), "sha256_float32": None})
+        worker.log("[verify]  observations file={observations[file]} dtype={observations[dtype]} "
+                   "shard={observations[shard]} first_row={observations[first_row]} rows={observations[rows]} "
+                   "total_rows={observations[total_rows]}")
+        rows = rows[first:end]
+    elif args.observation is not None:
+        rows = given_rows(args.observation, shape)
     else:
-        if args.shard != (1, 1):
-            raise UsageError("--shard needs --observations", "name the file whose slices are meant")
-        value = nested_zeros(shape) if args.observation is None else args.observation
-        given = next((rows for rows in ([value], value) if all(has_shape(row, shape) for row in rows)), None)
-        if given is None:
-            raise UsageError(f"--observation has not the shape {list(shape)} of the checkpoint's observations, or "
-                             "holds what is no number", f"one observation: {json.dumps(nested_zeros(shape))[:100]}")
-        rows = numpy.array(given, dtype=numpy.float64)
-    digest = hashlib.sha256()
-    with writing("the copy of the observations"), tempfile.TemporaryFile(dir=evidence.dir) as copy:
-        for start in range(0, len(rows), chunk_rows(shape)):
-            with numpy.errstate(over="ignore"):
-                chunk = numpy.array(rows[start:start + chunk_rows(shape)], dtype=numpy.float32, order="C")
-            finite = numpy.isfinite(chunk.reshape(len(chunk), -1)).all(axis=1)
-            if not finite.all():
-                raise UsageError(f"{source} {first + start + int(finite.argmin())} holds NaN, infinity or a number "
-                                 "beyond float32", "rows count from 0; mend or remove it")
-            digest.update(chunk.tobytes())
-            copy.write(chunk.tobytes())
-        copy.flush()
-        observations = numpy.memmap(copy, dtype=numpy.float32, mode="r", shape=rows.shape)
-    evidence.result["rows"] = len(rows)
-    if args.observations is not None:
-        evidence.result["observations"] = {
-            "file": evidence.shown(args.observations, typed=args.observations), "dtype": str(rows.dtype),
-            "shard": "/".join(map(str, args.shard)), "first_row": first, "rows": len(rows),
-            "sha256_float32": digest.hexdigest()}
-        evidence.log("observations")
-    return observations
+        rows = numpy.zeros((1, *shape))
+    for start in range(0, len(rows), chunk_rows(shape)):
+        finite = numpy.isfinite(as_float32(rows[start:start + chunk_rows(shape)])).reshape(-1, math.prod(shape))
+        if not finite.all():
+            row, column = numpy.argwhere(~finite)[0]
+            raise UsageError(f"{name}: row {first + start + row}, column {column} is NaN, infinite or beyond float32",
+                             "rows and columns count from 0; mend or remove it")
+    worker.facts(rows=len(rows))
+    return rows
 
 
-def read_observation_file(args: argparse.Namespace, shape: tuple[int, ...],
-                          evidence: Evidence) -> tuple[numpy.ndarray[Any, Any], int]:
-    """A slice of a file, and the number of its first row there.
-
-    .npy is mapped; .csv and .json are parsed row by row into an unnamed file, and that is mapped.
-    """
+def given_rows(given: Any, shape: tuple[int, ...]) -> Array:
+    """--observation as an array of one or several observations."""
     import numpy
 
-    shown = evidence.shown(args.observations, typed=args.observations)
-    kind = Path(args.observations).suffix.lower()
+    example = f"one observation: --observation '{json.dumps(numpy.zeros(shape).tolist())[:100]}'"
     try:
-        if os.path.exists(args.observations) and not os.path.isfile(args.observations):
-            raise UsageError(f"{shown} is not a regular file", "name a file of observations")
-        if kind == ".npy":
-            rows = numpy.load(args.observations, mmap_mode="r", allow_pickle=False)
-        elif kind in (".csv", ".json"):
-            size = math.prod(shape)
-            with open(args.observations, encoding="utf-8-sig") as text, writing("the copy of the observations"), \
-                    tempfile.TemporaryFile(dir=evidence.dir) as parsed:
-                for number, row in enumerate(csv_rows(text) if kind == ".csv" else json_rows(text)):
-                    values = flat(row) if kind == ".csv" or has_shape(row, shape) else []
-                    if len(values) != size:
-                        raise UsageError(f"{shown}: row {number} has not the shape {list(shape)} of the checkpoint's "
-                                         "observations, or holds what is no number", "rows count from 0")
-                    parsed.write(numpy.array(values, dtype=numpy.float64).tobytes())
-                parsed.flush()
-                rows = numpy.memmap(parsed, dtype=numpy.float64, mode="r",
-                                    shape=(parsed.tell() // (8 * size), *shape)) if parsed.tell() else []
-        else:
-            raise UsageError(f"{shown} is no .npy, .csv or .json file", "see python3 inference.py --help")
-    except OSError as error:
-        raise UsageError(f"{shown}: {error.strerror or error}", "name a file of observations") from error
-    except Exception as error:  # the readers of numpy, csv and json on a file that may hold anything
-        raise UsageError(f"{shown}: {first_line(error)}", "it is damaged, or of another format") from error
-    if not isinstance(rows, numpy.ndarray) or len(rows.shape) == 0 or len(rows) == 0:
-        raise UsageError(f"{shown} holds no rows", "one observation a row")
-    if rows.dtype not in (numpy.float32, numpy.float64):
-        raise UsageError(f"{shown} holds {rows.dtype}, not float32 or float64", "convert it with numpy's astype")
+        rows = numpy.array(given)
+    except ValueError as error:
+        raise UsageError("--observation has rows of different lengths", example) from error
+    if rows.dtype.kind not in "iuf" or not rows.size:
+        raise UsageError("--observation holds something that is not a number", example)
+    if rows.shape == shape:
+        rows = rows[None]
     if rows.shape[1:] != shape:
-        raise UsageError(f"{shown} has the shape {list(rows.shape)}, and the checkpoint's observations {list(shape)}",
-                         f"a row for each observation is needed: the shape [N{''.join(f', {size}' for size in shape)}]")
-    index, of = args.shard
-    first, end = (index - 1) * len(rows) // of, index * len(rows) // of
-    if first == end:
-        raise UsageError(f"--shard {index}/{of} of {len(rows)} rows is empty", "use fewer slices")
-    return rows[first:end], first
+        raise UsageError(f"--observation has the shape {list(rows.shape)}, expected {list(shape)}", example)
+    return rows
 
 
-def csv_rows(text: Any) -> Iterator[list[float]]:
-    for row in csv.reader(text):
-        if row:
-            yield [float(value) for value in row]
+def read_rows(path: str, name: str, shape: tuple[int, ...]) -> Array:
+    """The rows of a file: a .npy mapped, a .csv read."""
+    import numpy
+
+    table_hint = 'write numbers alone: table.to_csv("rows.csv", index=False, header=False) for a pandas table'
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".npy", ".csv"):
+        raise UsageError(f"{name} is not a .npy or .csv file", table_hint)
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UsageError(f"{name} is not a regular file", "name a file of observations")
+        if suffix == ".npy":
+            rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            with open(path, encoding="utf-8-sig") as text, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an empty file, which is refused below
+                rows = numpy.loadtxt(text, delimiter=",", comments=None, quotechar='"', ndmin=2)
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror or error}", "name a file of observations") from error
+    except Exception as error:  # the readers of numpy on a file that may hold anything
+        raise UsageError(f"{name}: {first_line(error)}", table_hint if suffix == ".csv" else
+                         "it is damaged, or not a .npy file of numbers") from error
+    if rows.ndim == 0 or not rows.size:
+        raise UsageError(f"{name} holds no rows", "one observation a row")
+    if rows.dtype not in (numpy.float32, numpy.float64):
+        raise UsageError(f"{name} holds {rows.dtype}, expected float32 or float64", "convert it with numpy's astype")
+    if suffix == ".csv" and rows.shape[1] > 1 and (rows[0] == numpy.arange(rows.shape[1])).all():
+        raise UsageError(f"{name}: row 0 is 0, 1, 2, ...: a header that pandas wrote, not an observation", table_hint)
+    if suffix == ".csv" and rows.shape[1] == math.prod(shape):
+        rows = rows.reshape(-1, *shape)
+    if rows.shape[1:] != shape:
+        raise UsageError(f"{name} has the shape {list(rows.shape)}, expected {['N', *shape]}".replace("'", ""),
+                         "one observation a row")
+    return rows
 
 
-def json_rows(text: Any) -> Iterator[Any]:
-    """The elements of one JSON list, one by one: a file of any length in a little memory."""
-    decoder, buffer, due = json.JSONDecoder(), "", "["  # what may come next: one of these characters, or a row
+def as_float32(rows: Array) -> Array:
+    """A copy of these rows of its own, as the policy takes them."""
+    import numpy
 
-    def misplaced() -> ValueError:
-        wanted = {"[": "a list", "row": "a row", "row]": "a row or the end", ",]": "a comma or the end"}
-        return ValueError(f"it is no JSON list of observations: {buffer[:20]!r} where {wanted.get(due, 'its end')} was "
-                          "expected")
-
-    while piece := text.read(max(1 << 12, len(buffer))):  # little: each row moves the rest; a long row is soon whole
-        buffer = (buffer + piece).lstrip(" \t\r\n")
-        with contextlib.suppress(json.JSONDecodeError, RecursionError):  # the row is not whole yet
-            while buffer:
-                if due == "row" or (due == "row]" and buffer[0] != "]"):
-                    row, end = decoder.raw_decode(buffer)
-                    yield row
-                    due = ",]"
-                elif buffer[0] in due:
-                    due, end = {"[": "row]", ",": "row", "]": ""}[buffer[0]], 1
-                else:
-                    raise misplaced()
-                buffer = buffer[end:].lstrip(" \t\r\n")
-        if len(buffer) > MAX_CHECKPOINT_BYTES:
-            break
-    if buffer or due:
-        raise misplaced()
+    with numpy.errstate(over="ignore"):
+        return numpy.array(rows, dtype=numpy.float32, order="C")
 
 
-def nested_zeros(shape: tuple[int, ...]) -> Any:
-    return [nested_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0.0
-
-
-def has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    if shape:
-        return isinstance(value, list) and len(value) == shape[0] and all(has_shape(v, shape[1:]) for v in value)
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e308
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stage npu
-# ---------------------------------------------------------------------------------------------------------------------
+# --- Stage npu
 
 # Set before torch is imported. The first are the user's to choose, the others are not.
 DEFAULT_ENVIRONMENT = {
@@ -1631,104 +1733,116 @@ DEFAULT_ENVIRONMENT = {
 }
 FORCED_ENVIRONMENT = {
     "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # an operator without an NPU kernel is an error (recent torch_npu)
-    "TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1",  # SB3 before 2.8 asks torch.load for arbitrary unpickling
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # torch_npu is imported below, where its errors can be explained
+    "KINETO_LOG_LEVEL": "99",  # of torch's profiler, which counts the kernels and would talk about itself
 }
 REMOVED_ENVIRONMENT = (
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",  # contradicts the above
     # Each would hide the line that tells of a CPU fallback; torch_npu warns in rank 0 alone.
     "TORCH_NPU_WARNING_DISABLE", "TORCH_NPU_DISABLED_WARNING", "TORCH_CPP_LOG_LEVEL", "RANK",
     # Together they make infinity the largest number and NaN 0, where nothing can see them.
     "INF_NAN_MODE_ENABLE", "INF_NAN_MODE_FORCE_DISABLE",
-    "PYTORCH_JIT",  # without it, the benchmark's recorded operators would be none
-    # CANN's log belongs into its files: what is printed is kept in memory until the forward is over.
-    "ASCEND_SLOG_PRINT_TO_STDOUT", "ASCEND_LOG_PRINT_TO_STDOUT",
 )
-DETERMINISM = {"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False,
-               "allow_hf32_conv": False}
-# What torch_npu says of it, and what kernels say that copy to the CPU and back on their own account.
-FALLBACK = re.compile(rb"(?:(?:will|to) fall ?back to (?:run on )?|running on )(?:the )?CPU", re.IGNORECASE)
 
 
-def prepare_environment(evidence: Evidence) -> None:
+def take_npu(worker: Worker) -> Any:
+    """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
+    visible = prepare_environment(worker)
+    torch, torch_npu = import_torch_npu(worker)
+    simulator = simulator_version()
+    versions = {**worker.result["versions"], "torch": torch.__version__, "torch_npu": torch_npu.__version__,
+                **{name: package_version(name) for name in VERSIONS[-4:]}}
+    worker.facts(simulated=simulator is not None, simulator=simulator and f"cannsim {simulator}", versions=versions)
+    worker.log("[npu]     torch={versions[torch]} torch_npu={versions[torch_npu]}")
+    npu_smi = worker.wait_for_go("before the device")
+    worker.enter("npu")
+    worker.facts(npu_available=torch.npu.is_available())
+    if not worker.result["npu_available"]:
+        raise NpuUnavailable("torch.npu.is_available() is False: no device", no_device_hint(visible, npu_smi["text"]))
+    try:
+        determinism = set_device(torch)
+        ones = torch.ones(4, device=DEVICE)
+        answer = (ones + ones).cpu().tolist()
+        torch.npu.synchronize()
+        determinism["device"] = device_is_deterministic()  # which torch_npu sets with the first operation
+        name = torch.npu.get_device_name(0)
+        cann = torch_npu.npu.utils.get_cann_version("CANN") or None
+    except Exception as error:  # torch, torch_npu and CANN on a device and an environment that may be at fault
+        raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
+    if answer != [2.0] * 4 or str(ones.device) != DEVICE or not name:
+        raise NpuUnavailable(f"1 + 1 on {ones.device} {name!r} gave {answer}", "the device or its driver is at fault")
+    versions.update(cann=cann, npu_smi=npu_smi["npu_smi"], driver=npu_smi["driver"])
+    worker.facts(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""), versions=versions,
+                 device_count=torch.npu.device_count(), device_nodes=device_nodes(), determinism=determinism)
+    worker.log("[npu]     is_available={npu_available} device={npu_device} name={npu_device_name}")
+    worker.log("[npu]     device_count={device_count} CANN={versions[cann]} npu-smi={versions[npu_smi]}")
+    worker.log("[npu]     driver={versions[driver]} stable_baselines3={versions[stable_baselines3]} "
+               "gymnasium={versions[gymnasium]} numpy={versions[numpy]} cloudpickle={versions[cloudpickle]}")
+    worker.log("[npu]     visible_devices={visible_devices} device_nodes={device_nodes}")
+    worker.log("[npu]     environment={environment}")
+    worker.log("[npu]     determinism={determinism}")
+    if simulator:
+        worker.log("[npu]     SIMULATED by {simulator}: nothing in this run touched a physical NPU")
+    return torch
+
+
+def prepare_environment(worker: Worker) -> str:
+    """Set what torch and torch_npu read when they are imported. Returns the list of visible devices."""
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.update(FORCED_ENVIRONMENT)
     for name in REMOVED_ENVIRONMENT:
         os.environ.pop(name, None)
-    warnings.filterwarnings("always", message=".*CPU")  # some kernels tell of a fallback in this way, see FALLBACK
     try:
         os.getcwd()
     except FileNotFoundError:
         os.chdir("/")  # libraries fail in odd ways in a directory that was deleted
-    recorded = {name: os.environ[name] for name in (*DEFAULT_ENVIRONMENT, *FORCED_ENVIRONMENT)}
     visible = os.environ["ASCEND_RT_VISIBLE_DEVICES"]
-    evidence.result.update(environment=recorded, visible_devices=visible)
-    if not is_device_list(visible):
-        raise NpuUnavailable(f"ASCEND_RT_VISIBLE_DEVICES={visible[:60]!r} is no ascending list of device numbers",
+    worker.facts(environment={name: os.environ[name] for name in (*DEFAULT_ENVIRONMENT, *FORCED_ENVIRONMENT)},
+                 visible_devices=visible)
+    # CANN reports no device at all, and no reason, for a list that is empty, repeats or descends.
+    numbers = [int(part) for part in visible.split(",")] if re.fullmatch(r"\d{1,5}(,\d{1,5})*", visible) else []
+    if not numbers or numbers != sorted(set(numbers)):
+        raise NpuUnavailable(f"ASCEND_RT_VISIBLE_DEVICES={visible[:60]!r} is not an ascending list of device numbers",
                              "export ASCEND_RT_VISIBLE_DEVICES=0, or unset it")
+    return visible
 
 
-def is_device_list(visible: str) -> bool:
-    """CANN reports no device at all, and no reason, for a list that is empty, repeats or descends."""
-    return bool(re.fullmatch(r"\d{1,5}(,\d{1,5})*", visible)) and all(
-        int(a) < int(b) for a, b in itertools.pairwise(visible.split(",")))
-
-
-def npu(evidence: Evidence, watcher: Watcher) -> Any:
-    """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
-    result = evidence.result
-    torch, torch_npu = import_torch_npu(evidence)
-    watcher.catch_signals()
-    simulator = simulator_version()
-    result.update(engine="torch_npu", simulated=simulator is not None,
-                  simulator=f"cannsim {simulator}" if simulator else None)
-    result["versions"].update(versions(torch, torch_npu))
-    evidence.log("torch")
-    watcher.enter("npu")
+def import_torch_npu(worker: Worker) -> tuple[Any, Any]:
     try:
-        result["npu_available"] = torch.npu.is_available()
-        if not result["npu_available"]:
-            raise NpuUnavailable("torch.npu.is_available() is False: no device", no_device_hint(
-                result["visible_devices"], npu_smi(["info"], evidence).text))
-        torch.npu.set_device(0)
-        torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
-        torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
+        import torch
+
+        if torch.version.cuda:  # then torch_npu 2.13 and 2.14 may call abort(), and only the supervisor can say why
+            worker.send("crash hint", hint="torch_npu aborts beside a CUDA build of torch: install the CPU build of "
+                                           f"{torch.__version__.partition('+')[0]}")
+        import torch_npu
+
+        worker.send("crash hint", hint=DEVICE_HINT)
+    except Exception as error:  # wheels that are not a pair fail in many ways
+        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
+                             npu_hint(f"{error} {error.__cause__}")) from error
+    return torch, torch_npu
+
+
+def set_device(torch: Any) -> dict[str, Any]:
+    """Take npu:0 and make it deterministic. Returns the settings as they are read back."""
+    torch.npu.set_device(0)
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a fill for every allocation, of use to bugs only
+    # On torch_npu 2.9.0, setting even what is set may start CANN's operator compiler. The option for convolutions is
+    # left alone for that reason: an MLP has none.
+    if not torch.npu.is_jit_compile_false():
         torch.npu.set_compile_mode(jit_compile=False)
-        for products in (torch.npu.matmul, torch.npu.conv):
-            if products.allow_hf32:  # even setting what is set starts CANN's operator compiler in torch_npu 2.9
-                products.allow_hf32 = False
-        # One check that the outputs are finite replaces the twenty kernels with which torch validates a distribution.
-        torch.distributions.Distribution.set_default_validate_args(False)
-        ones = torch.ones(4, device=DEVICE)
-        answer = (ones + ones).cpu().tolist()
-        torch.npu.synchronize()
-        name = torch.npu.get_device_name(0)
-        if not name:
-            raise RuntimeError("the device gives no name")
-        result["device_count"] = torch.npu.device_count()
-        result["determinism"] = {
-            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-            "jit_compile": not torch.npu.is_jit_compile_false(),
-            "allow_hf32_matmul": torch.npu.matmul.allow_hf32, "allow_hf32_conv": torch.npu.conv.allow_hf32,
-            "device": None}
-        if result["determinism"] != {**DETERMINISM, "device": None}:
-            raise RuntimeError(f"torch_npu does not keep its settings: {result['determinism']}")
-        result["determinism"]["device"] = device_is_deterministic()
-    except Exception as error:  # torch, torch_npu and CANN on a device and an environment that may be at fault
-        raise NpuUnavailable(f"{DEVICE} cannot be used: {first_line(error)}", npu_hint(str(error))) from error
-    if answer != [2.0] * 4 or str(ones.device) != DEVICE:
-        raise NpuUnavailable(f"1 + 1 on {ones.device} gave {answer}", "the device or its driver is at fault")
-    result.update(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""),
-                  device_nodes=device_nodes())
-    result["versions"]["cann"] = cann_version(torch_npu)
-    result["versions"]["driver"] = driver_version()
-    result["versions"]["npu_smi"] = version_of(npu_smi(["-v"], evidence))
-    evidence.log("device")
-    return torch
+    if torch.npu.matmul.allow_hf32:
+        torch.npu.matmul.allow_hf32 = False
+    # One check that the outputs are finite replaces the twenty kernels with which torch validates a distribution.
+    torch.distributions.Distribution.set_default_validate_args(False)
+    settings = {"deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+                "jit_compile": not torch.npu.is_jit_compile_false(), "allow_hf32_matmul": torch.npu.matmul.allow_hf32}
+    if settings != {"deterministic_algorithms": True, "jit_compile": False, "allow_hf32_matmul": False}:
+        raise RuntimeError(f"torch_npu does not keep its settings: {settings}")
+    return {**settings, "allow_hf32_conv": torch.npu.conv.allow_hf32}
 
 
-DEVICE_HINT = "npu-smi info shows the health of the device, the CANN log (plog) what the error code means"
 TRY_SIMULATOR = "without an NPU, try the program on the simulated one: tests/simulate.sh"
 # What mends a start-up failure, by the text that users meet. The first pattern that is found counts.
 NPU_HINTS = (
@@ -1741,15 +1855,18 @@ NPU_HINTS = (
     (r"static TLS block", "the named library must be loaded first: start again with LD_PRELOAD=/path/to/it"),
     (r"\.so[.\d]*: cannot open", "CANN is not set up in this shell: source "
      "/usr/local/Ascend/ascend-toolkit/set_env.sh (CANN 8.5 and later: /usr/local/Ascend/cann/set_env.sh)"),
-    (r"undefined symbol|version `", "torch and torch_npu are no pair: python3 -m pip install torch_npu=={torch}"),
+    (r"undefined symbol|version `", "torch and torch_npu are not a pair: python3 -m pip install torch_npu=={torch}"),
     (r"Two accelerators", "this torch is a CUDA build and sees a GPU: install the CPU build of torch {torch}"),
+    (r"kernel package is installed", "CANN's operator package for this chip is missing, or of another version: install "
+     "the kernels package of your CANN for your chip (Ascend-cann-kernels-910b for a 910B), or use the CANN image"),
+    (r"\b561103\b", "CANN and the driver do not match: update the older one; npu-smi info shows the driver's version"),
     (r"ACL_PRECISION_MODE|\b500001\b|[Nn]um[Pp]y [12]|numpy\.core\.multiarray|No module named",
      "CANN's operator compiler lacks Python packages, or meets a numpy that is too new: "
      "python3 -m pip install 'numpy<2' decorator attrs psutil scipy sympy cffi pyyaml pathlib2 protobuf"),
     (r"EL0004|\b207001\b|out of memory", "the device's memory is full: npu-smi info lists the processes that hold it"),
+    (r"\b507008\b|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
     (r"\b(107001|207004)\b|(?i:visible.devices?)", "ASCEND_RT_VISIBLE_DEVICES names no device of this machine: export "
      "ASCEND_RT_VISIBLE_DEVICES=0"),
-    (r"\b507008\b|[Uu]nsupported soc", "this CANN or torch_npu does not know the chip: update them"),
     (r"-8005\b", "this user may not use the driver: sudo usermod -aG HwHiAiUser $USER and log in again; after a driver "
      "upgrade, reboot"),
     (r"-8020\b|\b507899\b|EL0005", "another container holds the device, or this one may not open it: stop the other, "
@@ -1760,68 +1877,36 @@ DEVICE_FILES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 
 def npu_hint(text: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    text = re.sub(r"PID: ?\d+", "PID", text)  # a number that is no error code
+    """What to do about an error of torch_npu, CANN or the driver, by its text."""
+    text = re.sub(r"PID: ?\d+", "PID", text)  # a number that is not an error code
     hint = next((hint for pattern, hint in NPU_HINTS if re.search(pattern, text)), DEVICE_HINT)
-    with contextlib.suppress(PackageNotFoundError):
-        hint = hint.replace("{torch}", version("torch").partition("+")[0])
-    return f"{hint}; {TRY_SIMULATOR}"
+    torch_version = (package_version("torch") or "of its version").partition("+")[0]
+    return f"{hint.replace('{torch}', torch_version)}; {TRY_SIMULATOR}"
 
 
 def no_device_hint(visible: str, npu_smi_says: str, dev: Path = Path("/dev")) -> str:
     """Why torch_npu counts no device: it only counts, and gives no reason."""
     if re.search(r"-80\d\d", npu_smi_says):
         return npu_hint(npu_smi_says)
-    listed = len(re.findall(r"^\|\s*\d+\s+\S+\s*\|\s*(?:OK|Warning|Alarm|Critical|UNKNOWN)\b", npu_smi_says, re.M))
-    devices = sorted(path.name for path in dev.glob("davinci*") if re.fullmatch(r"davinci\d+", path.name))
-    if devices and (missing := [name for name in DEVICE_FILES if not (dev / name).exists()]):
-        return f"this container lacks /dev/{missing[0]}: start it with {device_options(devices[0])}; {TRY_SIMULATOR}"
-    if devices and not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
+    devices = sorted(path.name for path in dev.glob("davinci[0-9]*"))
+    options = " ".join(f"--device /dev/{name}" for name in ((devices or ["davinci0"])[0], *DEVICE_FILES))
+    if not devices:
+        hint = f"there is no /dev/davinci*: in a container, start it with {options}; on the host, npu-smi info must " \
+               "list a device"
+    elif missing := [name for name in DEVICE_FILES if not (dev / name).exists()]:
+        hint = f"this container lacks /dev/{missing[0]}: start it with {options}"
+    elif not all(os.access(dev / name, os.R_OK | os.W_OK) for name in (*devices, *DEVICE_FILES)):
         return npu_hint("-8005")
-    if devices or listed:
-        return (f"devices here: {listed or len(devices)}, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: "
-                "they count from 0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0; "
-                f"{TRY_SIMULATOR}")
-    return (f"there is no /dev/davinci*: in a container, start it with {device_options('davinci0')}; on the host, "
-            f"npu-smi info must list a device; {TRY_SIMULATOR}")
-
-
-def device_options(device: str) -> str:
-    return " ".join(f"--device /dev/{name}" for name in (device, *DEVICE_FILES))
-
-
-def import_torch_npu(evidence: Evidence) -> tuple[Any, Any]:
-    try:
-        import torch
-
-        usual_hint = evidence.crash_hint
-        if torch.version.cuda:  # then torch_npu 2.13 and 2.14 may call abort(), and only the watcher is left to say why
-            evidence.crash_hint = (f"torch_npu aborts beside a CUDA build of torch: install the CPU build of "
-                                   f"{torch.__version__.partition('+')[0]}")
-            evidence.tell_watcher()
-        import torch_npu
-
-        evidence.crash_hint = usual_hint
-    except Exception as error:  # wheels that are no pair fail in many ways
-        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
-                             npu_hint(f"{error} {error.__cause__}")) from error
-    return torch, torch_npu
-
-
-def first_line(error: BaseException) -> str:
-    """The line of an error's text that tells most."""
-    text = str(error.__cause__ if error.__cause__ and "backend extension" in str(error) else error).strip()
-    # What the device said stands deep inside the texts that torch wraps around it.
-    match = re.search(r"NPU function error:? .*?error code is \d+|WeightsUnpickler error: .*", text)
-    return (match[0] if match else (text.splitlines() or [type(error).__name__])[0])[:300]
+    else:
+        hint = (f"devices here: {len(devices)}, and ASCEND_RT_VISIBLE_DEVICES={visible} names another: they count from "
+                "0, whatever npu-smi info calls them: export ASCEND_RT_VISIBLE_DEVICES=0")
+    return f"{hint}; {TRY_SIMULATOR}"
 
 
 def simulator_version() -> str | None:
     """The version of the simulated CANN runtime, None on a real one: it names itself by an exported symbol."""
     try:
-        library = ctypes.CDLL("libascendcl.so")  # the one that torch_npu has loaded
-        function = library.cannsim_version
+        function = ctypes.CDLL("libascendcl.so").cannsim_version  # of the library that torch_npu has loaded
     except (OSError, AttributeError):
         return None
     function.restype = ctypes.c_char_p
@@ -1841,37 +1926,13 @@ def device_is_deterministic() -> bool | None:
     return None if failed else bool(value.value)
 
 
-def versions(torch: Any, torch_npu: Any) -> dict[str, str]:
+def package_version(package: str) -> str | None:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"torch": torch.__version__, "torch_npu": torch_npu.__version__}
-    for package in VERSIONS[7:]:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def cann_version(torch_npu: Any) -> str | None:
-    """CANN's version from its runtime (torch_npu since 2.5, CANN since 8.1), else from its install files."""
-    with contextlib.suppress(AttributeError, ImportError, RuntimeError):
-        if version := torch_npu.npu.utils.get_cann_version("CANN"):
-            return str(version)
-    for root in filter(None, (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"),
-                              "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")):
-        for name in (f"{platform.machine()}-linux/ascend_toolkit_install.info",
-                     f"{platform.machine()}-linux/ascend_all_cann_install.info", "version.cfg"):
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                if match := re.search(r"version=\[?(?:[\d.]+:)?([\w.]+)", (Path(root) / name).read_text()):
-                    return match[1]
-    return None
-
-
-def driver_version() -> str | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = Path("/usr/local/Ascend/driver/version.info").read_text()
-        if match := re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M):
-            return match[1]
-    return None
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def device_nodes() -> list[str]:
@@ -1880,57 +1941,48 @@ def device_nodes() -> list[str]:
     return sorted(link for link in links if link.startswith("/dev/davinci"))
 
 
-@contextlib.contextmanager
-def no_cpu_fallback(evidence: Evidence) -> Iterator[None]:
-    """Fail when torch_npu says on stderr that an operator ran on the CPU.
-
-    Releases before TORCH_NPU_FALLBACK_CPU_DISABLE only warn, once per operator, from C++ and so past sys.stderr. What
-    stands there is kept until the forward is over; a run that fails releases it in Evidence.conclude."""
-    evidence.capture_stderr()
-    yield
-    text = evidence.release_stderr()
-    if match := FALLBACK.search(text):
-        line = text[text.rfind(b"\n", 0, match.start()) + 1:match.end()].decode("utf-8", "replace")
-        raise ForwardFailed(f"an operator fell back to the CPU: {line[-300:]}",
-                            "this torch_npu or CANN has no NPU kernel for it: update them")
+# --- Stage load
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stage load
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def load(checkpoint: Checkpoint, torch: Any, evidence: Evidence, watcher: Watcher) -> PPO:
-    """PPO.load onto npu:0 from the verified bytes; every parameter there, equal to the file's bit for bit."""
-    watcher.enter("load", at_least_s=120)
+def load(checkpoint: Checkpoint, torch: Any, worker: Worker) -> Any:
+    """PPO.load onto npu:0; every parameter there, equal to the file's bit for bit. Returns the policy."""
     try:
         from stable_baselines3 import PPO
     except Exception as error:  # packages that do not fit each other fail in many ways
         raise LoadFailed(f"stable_baselines3 cannot be imported: {first_line(error)}",
                          "python3 -m pip install -r requirements.txt") from error
-    watcher.enter("load")
-    if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < (2, 6):
-        raise LoadFailed(f"torch {torch.__version__} cannot load untrusted weights safely", "use torch 2.6 or newer")
+    worker.enter("load")
     started = time.monotonic()
+    objects = custom_objects(checkpoint, torch)
     try:
-        objects = custom_objects(checkpoint, torch, PPO)
         with warnings.catch_warnings():
             # advice for training speed: here the NPU is the point
             warnings.filterwarnings("ignore", message="You are trying to run PPO on the GPU")
-            model = PPO.load(io.BytesIO(checkpoint.raw), device=DEVICE, custom_objects=objects)
+            archive = clean_archive(checkpoint, objects, torch)
+            policy = PPO.load(archive, device=DEVICE, custom_objects=objects).policy
         torch.npu.synchronize()
-    except ImportError as error:
-        raise LoadFailed(first_line(error), "python3 -m pip install -r requirements.txt") from error
-    except Exception as error:  # SB3 and gymnasium on untrusted input: any of a dozen kinds, none of them a bug here
+    except Exception as error:  # of SB3, or of the device
         raise LoadFailed(f"PPO.load: {type(error).__name__}: {first_line(error)}",
-                         f"the checkpoint and this SB3 do not fit, or the device failed: {DEVICE_HINT}") from error
-    load_s = time.monotonic() - started
-    model.policy.set_training_mode(False)
-    model.policy.requires_grad_(False)
-    evidence.result.update(load_s=round(load_s, 6), policy_class=type(model.policy).__name__,
-                           model_device=str(model.policy.device))
-    check_placement(model.policy, checkpoint.tensors, evidence)
-    return model
+                         f"this SB3 does not fit, or the device failed: {DEVICE_HINT}") from error
+    policy.set_training_mode(False)
+    policy.requires_grad_(False)
+    tensors = (*policy.parameters(), *policy.buffers(), *policy.state_dict().values())
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    worker.facts(load_s=round(time.monotonic() - started, 6), model_device=str(policy.device),
+                 policy_class=type(policy).__name__, num_params=sum(p.numel() for p in policy.parameters()),
+                 param_devices=devices, all_params_on_npu=devices == [DEVICE])
+    worker.log("[load]    PPO.load elapsed={load_s:.4f}s device={model_device}")
+    worker.log("[model]   policy_class={policy_class} num_params={num_params}")
+    worker.log("[model]   param_devices={param_devices} all_params_on_npu={all_params_on_npu}")
+    if devices != [DEVICE]:
+        raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
+    differing = differing_tensors(policy, checkpoint)
+    worker.facts(params_match_checkpoint=not differing)
+    worker.log("[model]   params_match_checkpoint={params_match_checkpoint}")
+    if differing:
+        raise LoadFailed(f"on {DEVICE}, these differ from the checkpoint: {', '.join(differing)[:200]}",
+                         "the copy to the device is at fault")
+    return policy
 
 
 class NoOptimizer:
@@ -1943,8 +1995,8 @@ class NoOptimizer:
         pass
 
 
-def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> dict[str, Any]:
-    """A value for every key of `data` that is serialised or that steers SB3's loading, so that nothing is unpickled."""
+def custom_objects(checkpoint: Checkpoint, torch: Any) -> dict[str, Any]:
+    """What PPO.load is to make the model of: the values that the reader took from the checkpoint."""
     import gymnasium.spaces
     import numpy
     from stable_baselines3.common.policies import ActorCriticPolicy
@@ -1955,407 +2007,168 @@ def custom_objects(checkpoint: Checkpoint, torch: Any, ppo_class: type[PPO]) -> 
                      for bound in (description.low, description.high))
         return gymnasium.spaces.Box(low, high, description.shape, dtype.type)
 
-    network, action = checkpoint.network, checkpoint.network.action
-    action_space = box(action["box"]) if "box" in action else getattr(gymnasium.spaces, action["type"])(
-        action.get("n") or action["nvec"])
-    steering = {
+    def activation() -> Any:
+        return getattr(torch.nn, checkpoint.activation)(**checkpoint.activation_kwargs)
+
+    action = checkpoint.action
+    if "box" in action:
+        action_space: Any = box(action["box"])
+    else:
+        action_space = getattr(gymnasium.spaces, action["type"])(action.get("n") or action["nvec"])
+    return {
         "policy_class": ActorCriticPolicy,
         # without the orthogonal initialisation: slow, and overwritten with the file's weights at once
-        "policy_kwargs": {**network.policy_kwargs, "ortho_init": False,
-                          "activation_fn": getattr(torch.nn, network.activation), "optimizer_class": NoOptimizer},
-        "observation_space": box(network.observation),
-        "action_space": action_space,
-        "learning_rate": LEARNING_RATE, "lr_schedule": lambda _: LEARNING_RATE, "clip_range": CLIP_RANGE,
-        "clip_range_vf": None,
-        "device": torch.device(DEVICE),
-        "env": None,  # a string here makes SB3 import the module that it names
-        "seed": None,  # would reseed the global generators
+        "policy_kwargs": {**checkpoint.policy_kwargs, "net_arch": checkpoint.net_arch, "activation_fn": activation,
+                          "ortho_init": False, "optimizer_class": NoOptimizer},
+        "observation_space": box(checkpoint.observation), "action_space": action_space,
+        "use_sde": checkpoint.use_sde, "learning_rate": LEARNING_RATE, "lr_schedule": lambda _: LEARNING_RATE,
+        "clip_range": CLIP_RANGE,
         "n_steps": 1, "n_envs": 1,  # they size a rollout buffer that no forward needs
-        "rollout_buffer_class": None, "rollout_buffer_kwargs": {}, "verbose": 0,
     }
-    objects = {}
-    for key, value in checkpoint.data.items():
-        if hasattr(ppo_class, key):
-            raise LoadFailed(f"data has the key {key[:80]!r}, which would replace a method of PPO")
-        if key in steering:
-            objects[key] = steering[key]
-        elif isinstance(value, dict) and ":serialized:" in value:
-            objects[key] = None  # state of the training (last observations, episode statistics)
-    return objects
 
 
-def check_placement(policy: Any, saved: dict[str, SavedTensor], evidence: Evidence) -> None:
-    tensors = policy.state_dict()
-    parameters = list(policy.parameters())
-    devices = sorted({str(tensor.device) for tensor in (*parameters, *policy.buffers(), *tensors.values())})
-    num_params = sum(parameter.numel() for parameter in parameters)
-    all_on_npu = devices == [DEVICE]
-    evidence.result.update(num_params=num_params, param_devices=devices, all_params_on_npu=all_on_npu)
-    evidence.log("model")
-    if not all_on_npu:
-        raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
-    # Bit for bit: what PPO.load made of the file against what the file holds.
-    differing = sorted(set(tensors) ^ set(saved)) or [
-        name for name, tensor in tensors.items()
-        if tuple(tensor.shape) != saved[name].shape or tensor.cpu().numpy().tobytes() != saved[name].content]
-    evidence.result["params_match_checkpoint"] = not differing
-    evidence.log("bits")
-    if differing:
-        raise LoadFailed(f"on {DEVICE}, these differ from the checkpoint: {', '.join(differing)[:200]}",
-                         "the copy to the device is at fault, or the file overwrites its own weights")
+def clean_archive(checkpoint: Checkpoint, objects: dict[str, Any], torch: Any) -> IO[bytes]:
+    """An archive as PPO.save writes it, made of values alone: neither torch nor SB3 sees a byte of the user's file."""
+    weights = {name: torch.from_numpy(array) for name, array in checkpoint.tensors.items()}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as members:
+        members.writestr("data", json.dumps(dict.fromkeys(objects)))
+        for name, content in (("policy.pth", weights), ("policy.optimizer.pth", {})):
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            members.writestr(name, buffer.getvalue())
+    archive.seek(0)
+    return archive
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Stage ready: the marker, the hold, and npu-smi
-# ---------------------------------------------------------------------------------------------------------------------
+def differing_tensors(policy: Any, checkpoint: Checkpoint) -> list[str]:
+    """The tensors that are not on the device, bit for bit, what the checkpoint says."""
+    saved, tensors = checkpoint.tensors, policy.state_dict()
+    return sorted(set(tensors) ^ set(saved)) or [
+        name for name, tensor in tensors.items() if tensor.cpu().numpy().tobytes() != saved[name].tobytes()]
 
 
-@dataclass
-class Answer:
-    """What one call of npu-smi printed, and what went wrong with it ("" for nothing)."""
-
-    text: str
-    problem: str
-    detail: str = ""
+# --- Stage forward
 
 
-@dataclass
-class Process:
-    """One row of npu-smi's process table."""
-
-    npu: str
-    chip: str
-    pid: str
-    pid_in_container: str  # "" where the column is absent or says NA
-    line: str
-
-
-def ready(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
-    """Write the marker, hold, and look for this PID in npu-smi meanwhile. A PID that is not found fails no run."""
-    watcher.enter("ready", at_least_s=args.hold_seconds + args.timeout_seconds)
-    result = evidence.result
-    ready_at = evidence.stage_started
-    result.update(ready_at=evidence.now(ready_at), hold_seconds=args.hold_seconds)
-    evidence.write("npu_ready.marker", marker_text(result).encode())
-    evidence.log("marker")
-    result["npu_smi"] = correlate(os.getpid(), lambda arguments: npu_smi(arguments, evidence))
-    result["versions"]["driver"] = result["npu_smi"].pop("driver") or result["versions"]["driver"]
-    evidence.log("npu_smi")
-    evidence.countdown(ready_at + args.hold_seconds)
-
-
-def marker_text(result: Result) -> str:
-    return (f"NPU_READY_PID={result['pid']}\nDEVICE={result['npu_device']}\nHOLD_SECONDS={result['hold_seconds']}\n"
-            f"READY_AT={result['ready_at']}\nSIMULATED={int(result['simulated'])}\n")
-
-
-def correlate(pid: int, ask: Callable[[list[str]], Answer]) -> dict[str, Any]:
-    """Whether npu-smi lists this PID, and if not, why not; `ask` calls npu-smi, or looks up what it once answered."""
-    found: dict[str, Any] = {"captured": False, "pid_found": False, "pid_line": None, "matched_by": None,
-                             "reason": None, "detail": None, "npu_id": None, "chip_id": None, "driver": None}
-    info = ask(["info"])
-    if info.problem:
-        return {**found, "reason": info.problem, "detail": info.detail}
-    found["captured"] = True
-    if match := re.search(r"npu-smi\s+\S+\s+Version:\s*(\S+)", info.text):  # the tool's version, then the driver's
-        found["driver"] = match[1]
-    processes = read_process_table(info.text)
-    if processes is None:
-        return {**found, "reason": "no process table"}
-    row, matched_by = find_process(pid, processes)
-    if row is None:
-        row, matched_by = find_beyond_cap(pid, processes, ask)
-    if row is None:
-        return {**found, "reason": "not listed"}
-    return {**found, "pid_found": True, "pid_line": row.line, "matched_by": matched_by, "npu_id": row.npu,
-            "chip_id": row.chip}
-
-
-def read_process_table(text: str) -> list[Process] | None:
-    """The rows of the process table of `npu-smi info`, None where it has no such table.
-
-    Read by the names in its header row: the columns, their widths and the lines around the table differ between
-    boards and drivers. The name cell is never looked at; since it may hold anything, the columns behind it are counted
-    from the end.
-    """
-    header: list[str] = []
-    processes: list[Process] = []
-    for line in text.splitlines():
-        cells = [" ".join(cell.split()) for cell in line.strip().split("|")[1:-1]]
-        names = [cell.lower() for cell in cells]
-        if "process id" in names:
-            header = names
-        elif header and len(cells) >= len(header) and (pid := cells[header.index("process id")]).isdecimal():
-            inside = ""
-            if "process id in container" in header:
-                inside = cells[header.index("process id in container") - len(header)]
-            npu, _, chip = cells[0].partition(" ")
-            processes.append(Process(npu, chip, pid, inside if inside.isdecimal() else "", line.strip()))
-    return processes if header else None
-
-
-def find_process(pid: int, processes: list[Process]) -> tuple[Process | None, str | None]:
-    """The row of this PID: by the container's column first. A row that has one belongs to that PID and no other."""
-    for process in processes:
-        if process.pid_in_container == str(pid):
-            return process, "process id in container"
-    for process in processes:
-        if process.pid == str(pid) and not process.pid_in_container:
-            return process, "process id"
-    return None, None
-
-
-def find_beyond_cap(pid: int, processes: list[Process],
-                    ask: Callable[[list[str]], Answer]) -> tuple[Process | None, str | None]:
-    """npu-smi info lists eight processes for a chip; its proc-mem query has no such cap."""
-    for npu_id, chip in sorted({(process.npu, process.chip) for process in processes}):
-        if sum((p.npu, p.chip) == (npu_id, chip) for p in processes) == NPU_SMI_MAX_PROCESSES:
-            answer = ask(["info", "-t", "proc-mem", "-i", npu_id, *(["-c", chip] if chip else [])])
-            for line in answer.text.splitlines() if not answer.problem else []:
-                if re.search(rf"Process id\s*:\s*{pid}\b", line):
-                    return Process(npu_id, chip, str(pid), "", line.strip()), "proc-mem"
-    return None, None
-
-
-def npu_smi(arguments: list[str], evidence: Evidence) -> Answer:
-    """Call npu-smi, bounded in time and output, and keep the raw answer in npu_smi.log."""
-    program = shutil.which("npu-smi") or shutil.which("npu-smi", path="/usr/local/bin:/usr/local/sbin")
-    output, wrong = b"", "missing: it is not on PATH"
-    if program is not None:
-        try:
-            output, wrong = bounded_output([program, *arguments], evidence)
-        except OSError as error:
-            wrong = str(error.strerror)
-    heading = (f"# npu-smi {' '.join(arguments)} at={evidence.now()} bytes={len(output)} "
-               f"outcome={wrong or 'exit code 0'}\n")
-    evidence.append("npu_smi.log", heading.encode() + output + b"\n")
-    return answer_of(output, wrong)
-
-
-def version_of(answer: Answer) -> str | None:
-    match = re.search(r"version\s*:?\s*(\d[\w.]*)", "" if answer.problem else answer.text, re.IGNORECASE)
-    return match[1] if match else None
-
-
-def answer_of(output: bytes, wrong: str) -> Answer:
-    text = output.decode("utf-8", "replace")
-    if not wrong:
-        return Answer(text, "")
-    lines = text.strip().splitlines()
-    return Answer(text, "npu-smi missing" if wrong.startswith("missing") else "npu-smi failed",
-                  wrong + (f": {lines[-1][:200]}" if lines else ""))
-
-
-def recorded_answers(log: bytes) -> Iterator[tuple[str, str, Answer]]:
-    """(arguments, time, answer) of each call in a npu_smi.log. Raises ValueError where it is none."""
-    for number in itertools.count():
-        if not log:
-            return
-        if number == 100:  # two, and one for each chip that is full
-            raise ValueError("more calls than a run makes")
-        heading, _, rest = log.partition(b"\n")
-        match = re.fullmatch(r"# npu-smi (.*) at=(\S+) bytes=(\d+) outcome=(.*)", heading.decode())
-        if not match or rest[int(match[3]):int(match[3]) + 1] != b"\n":
-            raise ValueError(f"not the heading of a call: {heading[:80]!r}")
-        size = int(match[3])
-        yield match[1], match[2], answer_of(rest[:size], "" if match[4] == "exit code 0" else match[4])
-        log = rest[size + 1:]
-
-
-def bounded_output(command: list[str], evidence: Evidence) -> tuple[bytes, str]:
-    """What a command printed, and "" or what was wrong with how it ended."""
-    read_end, write_end = os.pipe()
-    with open(read_end, "rb", buffering=0) as pipe:
-        try:
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=subprocess.STDOUT,
-                                     start_new_session=True)
-        finally:
-            os.close(write_end)
-        evidence.npu_smi_pid = child.pid
-        # A slow npu-smi is no hung device: the time that it takes does not count.
-        started, until = time.monotonic(), evidence.deadline
-        evidence.deadline = max(until, started + 2 * NPU_SMI_TIMEOUT_S)
-        evidence.tell_watcher()
-        deadline = started + NPU_SMI_TIMEOUT_S
-        output, wrong = b"", ""
-        while not wrong:
-            ended = child.poll() is not None  # asked before the pipe: what it has written by its end is in there
-            if ready_of([read_end], 0.0 if ended else 0.1):
-                piece = os.read(pipe.fileno(), 65536)
-                output += piece
-                if not piece:
-                    break
-            elif ended:
-                break  # a process that it started may keep the pipe open
-            if len(output) > NPU_SMI_MAX_BYTES:
-                wrong = f"more than {NPU_SMI_MAX_BYTES} bytes"
-            elif time.monotonic() > deadline:
-                wrong = f"no answer within {NPU_SMI_TIMEOUT_S:.0f} s"
-    if not wrong:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.1, deadline - time.monotonic()))
-    if child.poll() is None:
-        wrong = wrong or "closed its output but did not end"
-    end_group(child.pid)
-    child.wait()
-    evidence.npu_smi_pid = 0
-    evidence.deadline = until + time.monotonic() - started
-    evidence.tell_watcher()
-    if not wrong and child.returncode:
-        wrong = f"exit code {child.returncode}"
-    return output[:NPU_SMI_MAX_BYTES], wrong
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stage forward
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def forward(args: argparse.Namespace, model: PPO, checkpoint: Checkpoint, observations: numpy.ndarray[Any, Any],
-            torch: Any, evidence: Evidence, watcher: Watcher) -> None:
+def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Array, passes: Passes,
+            worker: Worker) -> None:
     """One deterministic pass over the observations on npu:0; the first chunk, mostly all of them, twice."""
-    import numpy
+    comparison = Comparison(checkpoint, args.tolerance)
+    file = OutputsFile(worker.outputs_fd, len(observations)) if worker.outputs_fd is not None else None
+    digest, elapsed = hashlib.sha256(), 0.0
+    step = chunk_rows(observations.shape[1:]) if file else len(observations)
+    for start in range(0, len(observations), step):
+        chunk = as_float32(observations[start:start + step])
+        digest.update(chunk)
+        values = passes.run(chunk, profiled=start == 0)
+        elapsed += passes.seconds
+        if start == 0:
+            if any(again.tobytes() != values[name].tobytes() for name, again in passes.run(chunk).items()):
+                raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
+            worker.facts(bitwise_repeatable=True, repeated_rows=len(chunk), **first_of_all(chunk, values))
+        comparison.add(chunk, values)
+        if file:
+            file.append(values)
+        worker.send("progress", rows=start + len(chunk))
+    if file:
+        worker.enter("forward", at_least_s=None)  # a slow disk is not a slow device
+        worker.send("outputs", sha256=file.close())
+        worker.facts(observations={**worker.result["observations"], "sha256_float32": digest.hexdigest()})
+    worker.enter("forward")
+    changed = differing_tensors(passes.policy, checkpoint)
+    for output in passes.outputs.values():
+        output["shape"][0] = len(observations)
+    worker.facts(forward_s=round(elapsed, 6), params_match_after_forward=not changed, outputs=passes.outputs,
+                 kernels=passes.kernels, **passes.proofs)
+    log_forward(worker)
+    if changed:
+        raise ForwardFailed(f"weights changed on the device during the run: {', '.join(changed)[:200]}",
+                            "its memory is at fault, or another process writes to it")
+    comparison.conclude(worker)
+    if args.sha256 == CHECKPOINT_SHA256 and len(observations) == 1 and not observations.any():
+        compare_with_published(worker)
 
-    result = evidence.result
-    watcher.enter("forward")
-    passes = Passes(model.policy, torch)
-    reference = CpuReference(model, args.tolerance, torch) if args.compare_cpu else None
-    outputs = OutputsFile(evidence) if args.observations else None
-    done, started, reported = 0, time.monotonic(), time.monotonic()
-    step = chunk_rows(observations.shape[1:]) if outputs else len(observations)
-    while done < len(observations):
-        chunk = numpy.array(observations[done:done + step])
-        watcher.enter("forward")
-        values = passes.run(chunk, counted=True)
-        if done == 0:
-            again = passes.run(chunk)
-            result.update(observation=chunk[:SHOWN_ROWS if outputs else None].tolist(), repeated_rows=len(chunk),
-                          bitwise_repeatable=all(values[n].tobytes() == again[n].tobytes() for n in values))
-            result.update({name: array[:len(result["observation"])].tolist() for name, array in values.items()})
-            benchmark_reference = chunk
-        if outputs:
-            outputs.append(values)
-        if reference:
-            reference.compare(chunk, values)
-        done += len(chunk)
-        if time.monotonic() - reported > PROGRESS_S:
-            reported = time.monotonic()
-            rate = done / (reported - started)
-            evidence.say(f"[forward] rows={done}/{len(observations)} rows_per_s={rate:.0f} "
-                         f"left={(len(observations) - done) / rate:.0f}s")
-    if outputs:
-        watcher.enter("forward", at_least_s=math.inf)  # nor is a slow disk
-        outputs.save()
-    watcher.enter("forward")
-    devices = sorted({description["device"] for description in passes.outputs.values()})
-    result.update(forward_s=round(passes.seconds, 6), input_device=passes.input_device, outputs=passes.outputs,
-                  output_device=devices[0] if len(devices) == 1 else devices, all_outputs_on_npu=devices == [DEVICE],
-                  action_space=describe_action_space(model.policy, checkpoint.network.action))
-    evidence.log("outputs")
-    if result["input_device"] != DEVICE or not result["all_outputs_on_npu"]:
-        raise ForwardFailed(f"input on {result['input_device']}, outputs on {devices}: not all on {DEVICE}",
-                            "this is a fault of SB3 or torch_npu")
-    if not result["bitwise_repeatable"]:
-        raise ForwardFailed("two passes over the same observations differ", "the device or a kernel is at fault")
-    if checkpoint.pinned and result["observation"] == [[0.0, 0.0, 0.0, 0.0]]:
-        result["reference"] = compare_with_published(result)
-        evidence.log("reference")
-        if not result["reference"]["within_tolerance"]:
-            raise ForwardFailed(f"the result differs from the published one: {result['reference']['max_abs_diff']}",
-                                "another chip may differ in the last bits, not by this much: the port is at fault")
-    if reference:
-        reference.conclude(evidence)
-    if args.benchmark:
-        benchmark(args.benchmark, args.tolerance, passes, benchmark_reference, evidence, watcher)
+
+def first_of_all(chunk: Array, values: Outputs) -> dict[str, Any]:
+    """The rows that the evidence shows: the first, as far as a person reads them; a row that is too wide is cut."""
+    widest = max(array[0].size for array in (chunk, *values.values()))
+    count = min(SHOWN_ROWS, max(1, SHOWN_NUMBERS // widest))
+    return {name: (array[:count] if array[0].size <= SHOWN_NUMBERS else array[:1].reshape(1, -1)[:, :SHOWN_NUMBERS])
+            .tolist() for name, array in {"observation": chunk, **values}.items()}
+
+
+def log_forward(worker: Worker) -> None:
+    result = worker.result
+    kinds = {f"{name}_kind": f"shape={tuple(output['shape'])} dtype={output['dtype']} device={output['device']}"
+             for name, output in result["outputs"].items()}
+    distribution = "probs={probs} logits={logits}" if "probs" in result else "mean={mean} std={std}"
+    lines = ["elapsed={forward_s:.4f}s (npu-synchronized)",
+             "obs={observation} shape={shape} dtype=torch.float32 device={input_device}",
+             "action={action} {action_kind}", "value={value} {value_kind}", "log_prob={log_prob} {log_prob_kind}",
+             distribution + " entropy={entropy}", "env_action={env_action} {env_action_kind}",
+             "all_outputs_on_npu={all_outputs_on_npu}", "bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}",
+             "inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}",
+             "kernels={kernels}", "observations sha256_float32={observations[sha256_float32]}"]
+    if "env_action" not in result:
+        lines.remove("env_action={env_action} {env_action_kind}")
+    if "observations" not in result:
+        lines.pop()
+    for line in lines:
+        worker.log("[forward] " + line, entropy=result.get("entropy"),
+                   shape=(result["rows"], *result["observation_shape"]), **kinds)
+
+
+Outputs = dict[str, "Array"]  # of one pass, by name; see policy_outputs
 
 
 class Passes:
-    """Passes of observations through the policy on npu:0, and what was seen of them."""
+    """Passes of observations through the policy on npu:0, each of them checked."""
 
     def __init__(self, policy: Any, torch: Any) -> None:
         self.policy, self.torch = policy, torch
-        self.seconds = 0.0  # of the counted passes, each until the device had finished
-        self.input_device = ""
-        self.outputs: dict[str, dict[str, Any]] = {}  # dtype, shape and device by name
+        self.seconds = 0.0  # of the last pass, until the device had finished
+        self.outputs: dict[str, dict[str, Any]] = {}  # of the last pass: dtype, shape and device by name
+        self.proofs: dict[str, Any] = {}
+        self.kernels: dict[str, int] = {}  # of the profiled pass
+        # The bounds of a Box of actions go to the device before a pass: nothing crosses the bus within one.
+        space = policy.action_space
+        self.bounds = [torch.as_tensor(bound, dtype=torch.float32).to(DEVICE)
+                       for bound in (space.low, space.high)] if hasattr(space, "low") else []
 
-    def run(self, chunk: numpy.ndarray[Any, Any], counted: bool = False) -> dict[str, numpy.ndarray[Any, Any]]:
-        """One pass over float32 observations (n, *shape). Raises ForwardFailed unless all that it gives is finite.
+    def run(self, chunk: Array, profiled: bool = False) -> Outputs:
+        """One pass over float32 observations (n, *shape): three copies and three synchronisations.
 
-        A pass that is `counted` belongs to the evidence: its time, and the devices and shapes that it saw.
+        Raises ForwardFailed unless all of it was on the device, and all that it gives is finite.
         """
         with self.torch.inference_mode():
             started = time.monotonic()
             observations = self.torch.from_numpy(chunk).to(DEVICE)
-            outputs = policy_outputs(self.policy, observations, self.torch)
-            if counted:
-                self.torch.npu.synchronize()
-                self.seconds += time.monotonic() - started
-                self.note(observations, outputs)
-            return to_host(side_by_side(outputs, self.torch), layout_of(outputs))
-
-    def note(self, observations: torch.Tensor, outputs: dict[str, torch.Tensor]) -> None:
-        self.input_device = str(observations.device)
-        for name, tensor in outputs.items():
-            rows = self.outputs[name]["shape"][0] if name in self.outputs else 0
-            device = self.outputs[name]["device"] if rows else DEVICE
-            self.outputs[name] = {"dtype": str(tensor.dtype), "shape": [rows + len(tensor), *tensor.shape[1:]],
-                                  "device": str(tensor.device) if device == DEVICE else device}
-
-    def recorded(self, chunk: numpy.ndarray[Any, Any]) -> Callable[[numpy.ndarray[Any, Any]], Any]:
-        """A function like `run`, for as many rows: it launches the same kernels in the same order without the Python
-        of SB3 and torch.distributions around them, which for one observation takes a third of the time."""
-        layout: Layout = {}
-
-        def one_pass(observations: torch.Tensor) -> torch.Tensor:
-            outputs = policy_outputs(self.policy, observations, self.torch)
-            layout.update(layout_of(outputs))
-            return side_by_side(outputs, self.torch)
-
-        def replay(chunk: numpy.ndarray[Any, Any]) -> dict[str, numpy.ndarray[Any, Any]]:
-            with self.torch.inference_mode():
-                return to_host(operators(self.torch.from_numpy(chunk).to(DEVICE)), layout)
-
-        with self.torch.inference_mode(), warnings.catch_warnings():
-            for category in (self.torch.jit.TracerWarning, DeprecationWarning):  # a shape may well become a constant
-                warnings.simplefilter("ignore", category)
-            operators = self.torch.jit.trace(one_pass, self.torch.from_numpy(chunk).to(DEVICE), check_trace=False)
-        if not isinstance(operators, self.torch.jit.ScriptFunction):
-            raise ForwardFailed("torch.jit.trace recorded nothing", "unset the variables PYTORCH_JIT*")
-        return replay
+            with self.torch.autograd.profiler.profile(enabled=profiled, use_cpu=True) as profile:
+                outputs = policy_outputs(self.policy, observations, self.bounds, self.torch)
+                joined = side_by_side(outputs, self.torch)
+            self.torch.npu.synchronize()
+            self.seconds = time.monotonic() - started
+            inputs_match = observations.cpu().numpy().tobytes() == chunk.tobytes()
+            values = to_host(joined, outputs)
+        if profiled:
+            self.kernels = kernels_of(profile.function_events)
+        self.outputs = {name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "device": str(tensor.device)}
+                        for name, tensor in outputs.items()}
+        input_device, output_devices = str(observations.device), {str(tensor.device) for tensor in outputs.values()}
+        if input_device != DEVICE or output_devices != {DEVICE}:
+            raise ForwardFailed(f"input on {input_device}, outputs on {', '.join(sorted(output_devices))}",
+                                f"not all on {DEVICE}: this is a fault of SB3 or torch_npu")
+        if not inputs_match:
+            raise ForwardFailed("observations read back from the device are not those that were sent",
+                                "the copy to the device, or its memory, is at fault")
+        self.proofs = {"input_device": input_device, "output_device": output_devices.pop(), "all_outputs_on_npu": True,
+                       "inputs_match_host": inputs_match}
+        return values
 
 
-class OutputsFile:
-    """npu_outputs.npz: each output as one array over all rows. Written as the rows come, so that memory stays flat."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
-        self.parts: dict[str, tuple[IO[bytes], numpy.ndarray[Any, Any]]] = {}  # raw rows, the first of them
-
-    def append(self, values: dict[str, numpy.ndarray[Any, Any]]) -> None:
-        with writing(OUTPUTS_FILE):
-            for name, array in values.items():
-                if name not in self.parts:
-                    file = tempfile.TemporaryFile(dir=self.evidence.dir)  # noqa: SIM115 (open until save)
-                    self.parts[name] = (file, array[:1].copy())
-                self.parts[name][0].write(array.tobytes())
-
-    def save(self) -> None:
-        import numpy
-
-        def write(target: IO[bytes]) -> None:
-            with zipfile.ZipFile(target, "w") as archive:
-                for name, (file, sample) in self.parts.items():
-                    # a fixed date: the same outputs give the same bytes
-                    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
-                        header = {"descr": numpy.lib.format.dtype_to_descr(sample.dtype), "fortran_order": False,
-                                  "shape": (file.tell() // sample.nbytes, *sample.shape[1:])}
-                        numpy.lib.format.write_array_header_1_0(member, header)
-                        file.seek(0)
-                        shutil.copyfileobj(file, member, 1 << 20)
-        self.evidence.write(OUTPUTS_FILE, write)
-
-
-def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[str, torch.Tensor]:
+def policy_outputs(policy: Any, observations: torch.Tensor, bounds: list[torch.Tensor],
+                   torch: Any) -> dict[str, torch.Tensor]:
     """Everything that one deterministic pass gives, as tensors on the device of `observations`.
 
     For n observations: action (n, *action shape), value (n, 1), log_prob (n,), entropy (n,); probs and logits
@@ -2377,8 +2190,7 @@ def policy_outputs(policy: Any, observations: torch.Tensor, torch: Any) -> dict[
         outputs.update(probs=distribution.probs, logits=distribution.logits)
     else:
         outputs.update(mean=distribution.mean, std=distribution.stddev)
-        low, high = (torch.as_tensor(bound, dtype=action.dtype).to(action.device)
-                     for bound in (policy.action_space.low, policy.action_space.high))
+        low, high = bounds
         outputs["env_action"] = (low + 0.5 * (action + 1.0) * (high - low) if policy.squash_output
                                  else torch.clamp(action, low, high))
     return outputs
@@ -2393,773 +2205,441 @@ def side_by_side(outputs: dict[str, torch.Tensor], torch: Any) -> torch.Tensor:
     return torch.cat(columns, dim=1)  # type: ignore[no-any-return]
 
 
-Layout = dict[str, tuple[tuple[int, ...], bool]]  # of each output its shape, and whether it holds integers
-
-
-def layout_of(outputs: dict[str, torch.Tensor]) -> Layout:
-    return {name: (tuple(map(int, tensor.shape)), not tensor.is_floating_point())  # tensors while torch.jit traces
-            for name, tensor in outputs.items()}
-
-
-def to_host(joined: torch.Tensor, layout: Layout) -> dict[str, numpy.ndarray[Any, Any]]:
-    """The outputs as numpy arrays, cut from what `side_by_side` made.
-
-    Raises ForwardFailed unless all are finite: one check in the place of torch's validation of distributions.
-    """
+def to_host(joined: torch.Tensor, outputs: dict[str, torch.Tensor]) -> Outputs:
+    """The outputs as numpy arrays of their own shapes, cut from what `side_by_side` made."""
     import numpy
 
     array = joined.cpu().numpy()
+    if not numpy.isfinite(array).all():
+        raise ForwardFailed("an output is NaN or infinite", "the weights overflow on these observations, or the device "
+                                                            "is at fault")
     values, start = {}, 0
-    for name, (shape, integers) in layout.items():
-        end = start + math.prod(shape[1:])
-        values[name] = array[:, start:end].reshape(shape)
-        if integers:
+    for name, tensor in outputs.items():
+        end = start + math.prod(tensor.shape[1:])
+        values[name] = array[:, start:end].reshape(tuple(tensor.shape))
+        if not tensor.is_floating_point():
             values[name] = values[name].astype(numpy.int64)
         start = end
-    if not numpy.isfinite(array).all():
-        wrong = ", ".join(name for name, part in values.items() if not numpy.isfinite(part).all())
-        raise ForwardFailed(f"{wrong} is NaN or infinite", "the weights overflow on these observations")
     return values
 
 
-def describe_action_space(policy: Any, action: dict[str, Any]) -> dict[str, Any]:
-    if "box" not in action:
-        return action
-    # null for an infinite bound, which JSON has no number for
-    low, high = ([float(bound) if math.isfinite(bound) else None for bound in array.reshape(-1).tolist()]
-                 for array in (policy.action_space.low, policy.action_space.high))
-    return {"type": "Box", "shape": list(policy.action_space.shape), "low": low, "high": high,
-            "squashed": policy.squash_output}
+def kernels_of(events: Any) -> dict[str, int]:
+    """How often each kernel ran in the profiled pass, by torch's profiler.
+
+    torch_npu launches every kernel below an event of the name that CANN gives it (aclnn...). Raises ForwardFailed for
+    an operator that ran on the CPU, and for a copy that has no kernel: it crossed between host and device.
+    """
+    kernels = collections.Counter(event.name for event in events if event.name.startswith("aclnn"))
+    for event in events:
+        if event.name == "aten::_to_cpu":
+            raise ForwardFailed(f"{event.cpu_parent and event.cpu_parent.name} fell back to the CPU",
+                                "this torch_npu or CANN has no NPU kernel for it: update them")
+        if event.name == "aten::copy_" and not any(child.name.startswith("aclnn") for child in event.cpu_children):
+            raise ForwardFailed("data crossed between the NPU and the host within the policy",
+                                "an operator of this torch_npu computes on the CPU: update it")
+    if not kernels:
+        raise ForwardFailed("torch's profiler saw no kernel on the NPU", "this torch_npu does not name its kernels")
+    return dict(sorted(kernels.items()))
 
 
-def compare_with_published(result: dict[str, Any]) -> dict[str, Any]:
-    """The result for the zero observation against the published one: same action, the rest within TOLERANCE."""
-    differences = {name: max(abs(ours - theirs) for ours, theirs in zip(flat(result[name]), flat(wanted), strict=True))
-                   for name, wanted in PUBLISHED.items() if name != "action"}
-    equal, scale = result["action"] == PUBLISHED["action"], {"value": PUBLISHED["value"][0][0]}
-    within = equal and all(difference <= TOLERANCE * scale.get(name, 1.0) for name, difference in differences.items())
-    return {"name": "published", "tolerance": TOLERANCE, "within_tolerance": within, "action_equal": equal,
-            "max_abs_diff": differences}
+class OutputsFile:
+    """npu_outputs.npy: one structured row for each observation. Written as the rows come: memory stays flat."""
 
+    def __init__(self, fd: int, rows: int) -> None:
+        self.file, self.rows = open(fd, "wb"), rows  # noqa: SIM115 (closed by close)
+        self.digest = hashlib.sha256()
 
-def flat(value: Any) -> list[float]:
-    return [number for part in value for number in flat(part)] if isinstance(value, list) else [value]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Beside the evidence: the CPU as a reference, and times
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-SATURATED = 3.0  # where a mean is that large, atanh(tanh(mean)) is lost in float32, and a squashed log_prob with it
-
-
-class CpuReference:
-    """The same weights and observations on the CPU: a reference for the NPU's outputs, never their source."""
-
-    def __init__(self, model: PPO, tolerance: float, torch: Any) -> None:
-        self.torch, self.tolerance = torch, tolerance
-        self.policy = type(model.policy)(model.observation_space, model.action_space, model.lr_schedule,
-                                         use_sde=model.use_sde, **model.policy_kwargs)
-        self.policy.load_state_dict({name: tensor.cpu() for name, tensor in model.policy.state_dict().items()})
-        self.policy.set_training_mode(False)
-        self.rows = self.agreeing = self.ties = 0
-        self.largest: dict[str, Any] = {}  # by output: the largest difference, and the largest beside the tolerance
-        self.sums: dict[str, Any] = {}  # of differences, numbers, products, and both squares
-
-    def compare(self, chunk: numpy.ndarray[Any, Any], npu: dict[str, numpy.ndarray[Any, Any]]) -> None:
+    def append(self, values: Outputs) -> None:
         import numpy
 
-        with self.torch.no_grad():
-            cpu = {name: tensor.numpy() for name, tensor in policy_outputs(
-                self.policy, self.torch.from_numpy(chunk), self.torch).items()}
-            is_choice = "probs" in cpu  # a Gaussian action is a number like the others
-            differ, ties = numpy.zeros(len(chunk), bool), numpy.zeros(len(chunk), bool)
-            if is_choice:
-                # Where the CPU finds both actions as likely, the choice between them is a tie and no disagreement.
-                chosen = self.policy.action_dist.log_prob(self.torch.from_numpy(npu["action"])).numpy()
-                ties = numpy.abs(chosen - cpu["log_prob"]) <= self.tolerance
-        for name, array in cpu.items():
-            ours, theirs = npu[name].astype(numpy.float64), array.astype(numpy.float64)
-            if not numpy.isfinite(theirs).all():
-                raise ForwardFailed(f"{name} is NaN or infinite on the CPU, and not on the NPU",
-                                    "the NPU saturates, or computes something else")
-            difference = numpy.abs(ours - theirs)
-            beside = difference / numpy.maximum(1.0, numpy.abs(theirs))
-            if name == "action":
-                differ = (difference if is_choice else beside > self.tolerance).reshape(len(chunk), -1).any(axis=1)
-                beside = beside * (not is_choice)
-            elif name == "log_prob" and self.policy.squash_output:
-                beside = beside * (numpy.abs(cpu["mean"]).max(axis=1) < SATURATED)
-            self.largest[name] = numpy.maximum(self.largest.get(name, 0.0), [difference.max(), beside.max()])
-            self.sums[name] = self.sums.get(name, 0.0) + numpy.array(
-                [difference.sum(), difference.size, (ours * theirs).sum(), (ours**2).sum(), (theirs**2).sum()])
-        self.rows += len(chunk)
-        self.agreeing += int((~differ).sum())
-        self.ties += int((differ & ties).sum())
+        dtype = numpy.dtype([(name, array.dtype.str, array.shape[1:]) for name, array in values.items()])
+        rows = numpy.empty(len(values["value"]), dtype)
+        for name, array in values.items():
+            rows[name] = array
+        data = io.BytesIO()
+        if self.file.tell() == 0:
+            numpy.lib.format.write_array_header_1_0(data, {
+                "descr": numpy.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.rows,)})
+        data.write(rows.tobytes())
+        self.digest.update(data.getbuffer())
+        with writing(OUTPUTS):
+            self.file.write(data.getbuffer())
+            self.file.flush()
 
-    def conclude(self, evidence: Evidence) -> None:
-        """Into the result and the log; raises ForwardFailed where the NPU is outside the tolerance."""
-        outputs = {}
-        for name, (total, count, dot, ours, theirs) in self.sums.items():
-            outputs[name] = {"max_abs_diff": float(self.largest[name][0]), "mean_abs_diff": float(total / count),
-                             "cosine": float(dot / math.sqrt(ours * theirs)) if ours and theirs else None}
-        worst = max(float(beside) for _, beside in self.largest.values())
-        within = worst <= self.tolerance and self.agreeing + self.ties == self.rows
-        evidence.result["cpu_reference"] = {
-            "rows": self.rows, "tolerance": self.tolerance, "within_tolerance": within,
-            "action_agreement": self.agreeing / self.rows, "ties": self.ties, "outputs": outputs}
-        evidence.log("cpu_reference")
-        if not within:
-            raise ForwardFailed(f"the NPU differs from the CPU by {worst:.3g}, tolerance {self.tolerance}; actions "
-                                f"agree in {self.agreeing} of {self.rows} rows",
-                                "910A and 310P compute in float16: allow for it with --tolerance")
+    def close(self) -> str:
+        """Returns the SHA256 of what was written."""
+        with writing(OUTPUTS):
+            os.fsync(self.file.fileno())
+            self.file.close()
+        return self.digest.hexdigest()
 
 
-BENCHMARK_WARM_UP = 10
-BENCHMARK_BATCHES = (1, 16, 256, 4096)
-BENCHMARK_BATCH_PASSES = 20
+# ---------------------------------------------------------------------------------------------------------------------
+# The reference: what SB3's formulas give in float64 for the tensors of the file. It is never the source of a result.
+# ---------------------------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {  # those of torch.nn that act on each number alone, and the arguments that they take
+    "Tanh": "", "ReLU": "", "ReLU6": "", "LeakyReLU": "negative_slope", "ELU": "alpha", "CELU": "alpha", "SELU": "",
+    "GELU": "approximate", "SiLU": "", "Mish": "", "Sigmoid": "", "LogSigmoid": "", "Softplus": "beta threshold",
+    "Softsign": "", "Hardsigmoid": "", "Hardswish": "", "Hardtanh": "min_val max_val", "Tanhshrink": "",
+    "Softshrink": "lambd", "Hardshrink": "lambd",
+}
 
 
-def benchmark_batches(shape: tuple[int, ...]) -> list[int]:
-    """Those that need no more memory than the passes over a file."""
-    return [batch for batch in BENCHMARK_BATCHES if batch <= chunk_rows(shape)]
+def reference_outputs(checkpoint: Checkpoint, observations: Array) -> dict[str, Array]:
+    """The outputs of a deterministic pass for observations (n, *shape), by the names of npu_result.json.
 
-
-def benchmark(passes_wanted: int, tolerance: float, passes: Passes, chunk: numpy.ndarray[Any, Any], evidence: Evidence,
-              watcher: Watcher) -> None:
-    """Warm passes, from observations on the host to all outputs on the host, and the outputs of each pass checked.
-
-    `single` and `batches` time the recorded operators, `eager` one observation through SB3's methods, as in the
-    evidence. Every pass gets another observation than the one before, so that a forward that is cached or skipped gives
-    a wrong answer and is found.
+    action (n, *action shape), value (n, 1), log_prob (n,) and entropy (n,); probs and logits (n, choices) of
+    categorical and binary actions; mean and std (n, size) of a Gaussian, and env_action, as PPO.predict hands it to the
+    environment. A squashed Gaussian has no entropy.
     """
     import numpy
 
-    random = numpy.random.default_rng(0)
-    watcher.enter("benchmark")
-    tolerance = min(tolerance, 0.1)
-    varied = numpy.repeat(chunk[:1], 8, axis=0)  # the first stays the observation of the evidence
-    amounts = random.uniform(-1.0, 1.0, varied[1:].shape)  # a large number only shrinks, so that nothing overflows
-    varied[1:] = numpy.where(numpy.abs(varied[1:]) > 1.0, varied[1:] * numpy.abs(amounts), varied[1:] + amounts)
-    expected = [passes.run(varied[i:i + 1]) for i in range(len(varied))]
-    slack = {name: 0.0 if name == "action" and "probs" in expected[0] else tolerance for name in expected[0]}
-    if not numpy.allclose(expected[0]["action"][0], evidence.result["action"][0], slack["action"], slack["action"]):
-        raise ForwardFailed("the benchmark's action is not the evidence's", "the device or a kernel is at fault")
-    if len({b"".join(array.tobytes() for array in values.values()) for values in expected}) == 1:
-        raise ForwardFailed(f"the benchmark's {len(varied)} observations all gave the same outputs",
-                            "a forward was cached or skipped; or the network is constant, and nothing to measure")
-
-    def timed(batch: int, times: int, eager: bool = False) -> dict[str, Any]:
-        one_pass = passes.run if eager else passes.recorded(varied[numpy.arange(batch) % len(varied)])
-        seconds = []
-        for number in range(BENCHMARK_WARM_UP + times):
-            if number % 1000 == 0:
-                watcher.enter("benchmark")
-            which = (numpy.arange(batch) + number) % len(varied)
-            observations = varied[which]
-            started = time.perf_counter()
-            values = one_pass(observations)
-            seconds.append(time.perf_counter() - started)
-            for name, array in values.items():
-                wanted = numpy.concatenate([expected[i][name] for i in which])
-                # sums differ a little between batch shapes, and more where they are float16
-                if not numpy.allclose(array, wanted, slack[name], slack[name]):
-                    raise ForwardFailed(f"pass {number} of the benchmark gave another {name} than before",
-                                        "a forward was cached or skipped, or the device is at fault")
-        seconds = seconds[BENCHMARK_WARM_UP:]
-        p50, p90, p99 = (float(numpy.percentile(seconds, q)) for q in (50, 90, 99))
-        return {"batch": batch, "passes": times, "p50_s": p50, "p90_s": p90, "p99_s": p99,
-                "mean_s": float(numpy.mean(seconds)), "rows_per_s": batch / float(numpy.mean(seconds))}
-
-    few = min(passes_wanted, BENCHMARK_BATCH_PASSES)
-    evidence.result["benchmark"] = {
-        "simulated": evidence.result["simulated"], "warm_up_passes": BENCHMARK_WARM_UP, "actions_equal_evidence": True,
-        "single": timed(1, passes_wanted), "eager": timed(1, few, eager=True),
-        "batches": [timed(batch, few) for batch in benchmark_batches(chunk.shape[1:])]}
-    evidence.log("times")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Stage final, and the run as a whole
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def final(torch: Any, evidence: Evidence, watcher: Watcher) -> None:
-    watcher.enter("final")
-    torch.npu.synchronize()  # an error that is still on its way ends the run here
-    # torch's allocator retries a failed allocation and says nothing; a device that failed once is no witness.
-    retries = torch.npu.memory_stats()["num_alloc_retries"]
-    if retries:
-        raise ForwardFailed(f"{retries} allocations of device memory failed and were tried again",
-                            "the device is full or at fault: npu-smi info shows its memory")
-    evidence.commit()
-
-
-def run(args: argparse.Namespace, evidence: Evidence, watcher: Watcher) -> None:
-    """All stages. Returns only when the evidence of a good run is committed."""
-    watcher.enter("verify", at_least_s=math.inf)  # no device yet, and a fetch may be slow
-    checkpoint = verify(args, evidence)
-    observations = read_observations(args, checkpoint.network.observation.shape, evidence)
-    watcher.enter("npu", at_least_s=120)
-    prepare_environment(evidence)
-    with no_cpu_fallback(evidence):
-        torch = npu(evidence, watcher)
-        watcher.catch_signals()
-        model = load(checkpoint, torch, evidence, watcher)
-        ready(args, evidence, watcher)
-        forward(args, model, checkpoint, observations, torch, evidence, watcher)
-    final(torch, evidence, watcher)
-
-
-STAGE_FAILURES = {
-    "verify": CheckpointRejected, "npu": NpuUnavailable, "load": LoadFailed, "ready": LoadFailed,
-    "forward": ForwardFailed, "benchmark": ForwardFailed, "final": ForwardFailed}
-STAGES = list(STAGE_FAILURES)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# --check: everything in an evidence set that can be recomputed, without torch
-# ---------------------------------------------------------------------------------------------------------------------
-
-CHECK_TOLERANCE = 2e-3  # of recomputed float32 values; some chips compute them in float16
-MAX_TEXT_BYTES = 256 << 20  # of the result, the log, the marker and what npu-smi printed
-CLOCK_TOLERANCE_S = 2e-5  # of sums of times, each rounded to the microsecond
-FAILURE_CODES = {failure.__name__: failure.code for failure in Failure.__subclasses__()}
-ACTION_SPACE_FORMS: dict[str, Any] = {
-    "Discrete": {"type": str, "n": int}, "MultiBinary": {"type": str, "n": int},
-    "MultiDiscrete": {"type": str, "nvec": [int]},
-    "Box": {"type": str, "shape": [int], "low": list, "high": list, "squashed": bool},
-}
-
-
-def check(directory: Path) -> int:
-    """Print every gate with PASS or FAIL, and then the verdict. Returns 0 for VALID, 8 for all else.
-
-    A forger who rewrites all files consistently passes: the gates show that a set is whole, not who made it.
-    """
-    try:
-        for name in (RESULT_FILE, *EVIDENCE_FILES):
-            refuse_odd_file(directory / name)
-        result = read_result(directory / RESULT_FILE)
-    except (OSError, ValueError, RecursionError) as error:
-        say(f"FAIL  {RESULT_FILE}: {ascii(str(error)[:500])[1:-1]}")
-        say("INVALID")
-        return 8
-    valid = True
-    for name, (stage, gate) in GATES.items():
-        try:
-            if stage and not completed(result, stage):
-                continue
-            reason = "; ".join(gate(result, directory))
-        except Exception as error:  # noqa: BLE001 (a gate computes with whatever a forged set holds)
-            reason = f"{type(error).__name__}: {error}"
-        valid = valid and not reason
-        say(f"FAIL  {name}: {ascii(reason[:500])[1:-1]}" if reason else f"PASS  {name}")
-    good_run = result.get("exit_code") == 0
-    for note in notes(result) if valid and sys.stderr else ():
-        say(f"NOTE  {ascii(note)[1:-1]}", sys.stderr)
-    say("INVALID" if not valid else "VALID" if good_run else "FAILED RUN")
-    return 0 if valid and good_run else 8
-
-
-def say(line: str, stream: Any = None) -> None:
-    """Print, and do not mind when nobody reads: the exit code has the verdict as well."""
-    try:
-        print(line, file=stream, flush=True)
-    except OSError:  # what is left in the buffer must not fail again at the end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), (stream or sys.stdout).fileno())
-
-
-def notes(r: Result) -> Iterator[str]:
-    """What a whole and consistent set does not show."""
-    if r["error"]:
-        yield f"the run failed in stage {r['error']['stage']}: {r['error']['message']}"
-    if r["simulated"]:
-        yield "simulated: nothing in this set is about a physical NPU"
-    if completed(r, "ready") and not r["npu_smi"]["pid_found"]:
-        yield f"npu-smi did not list the process: {r['npu_smi']['reason']}"
-    if completed(r, "forward") and r["reference"] is None and r["cpu_reference"] is None:
-        yield "the outputs were compared with nothing: that they are right is not shown (--compare-cpu)"
-
-
-def refuse_odd_file(path: Path) -> None:
-    """A pipe or a device in the place of a file would be read for ever."""
-    if os.path.lexists(path) and not path.is_file():
-        raise ValueError(f"{path.name} is not a regular file")
-    if path.name != OUTPUTS_FILE and path.is_file() and path.stat().st_size > MAX_TEXT_BYTES:
-        raise ValueError(f"{path.name} has more than {MAX_TEXT_BYTES} bytes")
-
-
-def read_result(path: Path) -> Result:
-    def no_constant(name: str) -> Any:
-        raise ValueError(f"{name} is no number of JSON")
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({key for key, _ in pairs}) != len(pairs):
-            raise ValueError("a key stands twice")
-        return dict(pairs)
-
-    def finite(text: str) -> float:
-        return float(text) if math.isfinite(float(text)) else no_constant(text)
-
-    result = json.loads(path.read_text("utf-8"), parse_constant=no_constant, parse_float=finite,
-                        object_pairs_hook=no_duplicates)
-    if not isinstance(result, dict):
-        raise ValueError("not a JSON object")
-    return result
-
-
-def completed(r: Result, stage: str) -> bool:
-    """Whether the run got past this stage."""
-    return r["error"] is None or (
-        r["error"]["stage"] in STAGES and STAGES.index(stage) < STAGES.index(r["error"]["stage"]))
-
-
-def unequal(**pairs: tuple[Any, Any]) -> Iterator[str]:
-    """What differs. Compared as text: True is not 1 here, nor 1 the same as 1.0."""
-    return (f"{name} is {found!r}, expected {expected!r}" for name, (found, expected) in pairs.items()
-            if repr(found) != repr(expected))
-
-
-def misfits(value: Any, form: Any, path: str, partial: bool = False) -> Iterator[str]:
-    """Where a value is not of its form (see RESULT_FORMS); `partial`: its parts may be null."""
-    names = {name.rstrip("?"): name for name in form} if isinstance(form, dict) else {}
-    if names and type(value) is dict and ("*" in form or set(value) == set(names)):
-        for key, item in value.items():
-            name = names.get(key, "*")
-            if item is not None or not (partial or name.endswith("?")):
-                yield from misfits(item, form[name], f"{path}.{key}", partial)
-    elif isinstance(form, list) and type(value) is list:
-        for item in value:
-            yield from misfits(item, form[0], f"{path}[]")
-    elif names or isinstance(form, list) or type(value) is not form:
-        yield path
-
-
-def gate_keys(r: Result, _: Path) -> Iterator[str]:
-    forms = {name: form for forms in RESULT_FORMS.values() for name, form in forms.items()}
-    wrong = [*misfits(r, forms, "result", partial=r["error"] is not None)]
-    if (space := r["action_space"]) is not None:
-        wrong += misfits(space, ACTION_SPACE_FORMS[space["type"]], "action_space")
-        wrong += [f"action_space.{name}" for name in ("low", "high") for bound in space.get(name, [])
-                  if type(bound) not in (float, type(None))]
-    yield from unequal(misfits=(wrong, []), schema=(r["schema"], SCHEMA), argv0=(r["argv"][0], "inference.py"))
-
-
-def gate_outcome(r: Result, _: Path) -> Iterator[str]:
-    """Exit code 0 and no error, or the exit code of the error, which belongs to the last stage."""
-    error, stages = r["error"], r["stages"] or []
-    outcomes = [stage["outcome"] for stage in stages]
-    if error is None:
-        return unequal(exit_code=(r["exit_code"], 0), outcomes=(outcomes, ["ok"] * len(stages)))
-    signals = {f"interrupted by {s.name}": 128 + s for s in SIGNALS}
-    code = signals.get(error["message"], 1) if error["type"] == "Interrupted" else FAILURE_CODES.get(error["type"], 1)
-    return unequal(exit_code=(r["exit_code"], int(code)), outcomes=(outcomes, ["ok"] * (len(stages) - 1) + ["failed"]
-                                                                    if stages else []),
-                   stage=(error["stage"], stages[-1]["name"] if stages else "start"))
-
-
-def gate_stages(r: Result, _: Path) -> Iterator[str]:
-    """Each stage that the run completed has left its claims, and none that it did not reach has left any."""
-    reached = [stage["name"] for stage in r["stages"] or []]
-    claimed = [key for key, stage in STAGE_OF_KEY.items() if stage and stage not in reached and r[key] is not None]
-    claimed += [name for name in VERSIONS[2:] if "npu" not in reached and r["versions"][name] is not None]
-    lacking = [name for stage, keys in RESULT_FORMS.items() if not stage or (stage in reached and completed(r, stage))
-               for name in keys if not name.endswith("?") and r[name] is None]
-    return unequal(claimed=(claimed, []), lacking=(lacking, [] if reached else ["stages"]))
-
-
-def gate_times(r: Result, _: Path) -> Iterator[str]:
-    """All times follow from each other: the stages follow without a gap and make up the whole."""
-    moments = {key: datetime.fromisoformat(r[key]) for key in ("started_at", "ready_at", "finished_at")
-               if r[key] is not None}
-    passed = {key: (moment - moments["started_at"]).total_seconds() for key, moment in moments.items()}
-    took = {stage["name"]: stage["elapsed_s"] for stage in r["stages"] or []}
-    stages = [name for name in STAGES if name != "benchmark" or name in took]
-    yield from unequal(
-        utc=([r[key] for key in moments], [moment.astimezone(timezone.utc).isoformat(timespec="microseconds")
-                                           for moment in moments.values()]),
-        stages=([stage["name"] for stage in r["stages"] or []],
-                stages[:len(r["stages"] or [])] if r["error"] else stages),
-        total=(abs(passed["finished_at"] - r["total_s"]) < CLOCK_TOLERANCE_S, True),
-        sum=(abs(sum(took.values()) - r["total_s"]) < CLOCK_TOLERANCE_S or not took, True),
-        positive=(all(elapsed >= 0 for elapsed in (r["total_s"], *took.values())), True))
-    if "ready_at" in passed:
-        before = sum(took[name] for name in STAGES[:STAGES.index("ready")])
-        yield from unequal(ready=(abs(passed["ready_at"] - before) < CLOCK_TOLERANCE_S, True))
-    for key, stage in (("hold_seconds", "ready"), ("load_s", "load"), ("forward_s", "forward")):
-        if completed(r, stage):
-            yield from unequal(**{key: (0 <= r[key] <= took[stage] + CLOCK_TOLERANCE_S, True)})
-
-
-def gate_files(r: Result, directory: Path) -> Iterator[str]:
-    """Each file has the digest that the result names, and there is no other."""
-    digests = {name: sha256_of(directory / name) for name in EVIDENCE_FILES if (directory / name).exists()}
-    wanted = [*EVIDENCE_FILES[:3], *([OUTPUTS_FILE] if r["observations"] else [])]
-    yield from unequal(**{name: (r["files"].get(name), digests.get(name)) for name in sorted({*r["files"], *digests})})
-    if r["exit_code"] == 0:
-        yield from unequal(present=(list(digests), wanted))
-    if directory.resolve() == (PROJECT / "logs").resolve() and (PROJECT / "SHA256SUMS").exists():
-        listed = {line[66:]: line[:64] for line in (PROJECT / "SHA256SUMS").read_text("utf-8").splitlines()}
-        for name, digest in {**digests, RESULT_FILE: sha256_of(directory / RESULT_FILE)}.items():
-            if listed.get(f"logs/{name}") != digest:
-                yield f"lacks {name} as in SHA256SUMS"
-
-
-def gate_script(r: Result, _: Path) -> Iterator[str]:
-    return unequal(script_sha256=(r["script_sha256"], sha256_of(Path(__file__))))
-
-
-def gate_checkpoint(r: Result, _: Path) -> Iterator[str]:
-    checkpoint = r["checkpoint"]
-    pinned = checkpoint["sha256"] == CHECKPOINT_SHA256
-    on_disk, size = checkpoint["sha256"], checkpoint["bytes"]
-    path = Path(os.path.normpath(PROJECT / checkpoint["path"]))
-    # A name that was typed outside the project may be another file here, and a forger may name any of the reader's.
-    typed = any(argument.partition("=")[0] == "--checkpoint" for argument in r["argv"])
-    if not (typed and r["cwd"] == "outside the project") and path.is_relative_to(PROJECT) and path.is_file() \
-            and path.stat().st_size <= MAX_CHECKPOINT_BYTES:
-        on_disk, size = sha256_of(path), path.stat().st_size
-    return unequal(
-        sha256=(checkpoint["sha256"], on_disk), bytes=(checkpoint["bytes"], CHECKPOINT_BYTES if pinned else size),
-        size_ok=(checkpoint["size_ok"], True), sha256_ok=(checkpoint["sha256_ok"], True),
-        identity=([r["model_id"], r["source_revision"], r["license"]],
-                  [MODEL_ID, SOURCE_REVISION, LICENSE] if pinned else [None] * 3),
-        hexadecimal=(bool(re.fullmatch("[0-9a-f]{64}", checkpoint["sha256"])), True))
-
-
-def gate_argv(r: Result, _: Path) -> Iterator[str]:
-    """The command line, parsed again, asks for what the result says was done."""
-    args: Any
-    try:
-        args = create_parser(add_help=False).parse_args(r["argv"][1:])
-    except UsageError as error:
-        args = error
-    if r["error"] and r["error"]["stage"] == "start":
-        return unequal(wrong=(isinstance(args, UsageError) or r["error"]["type"] != "UsageError", True))
-    if isinstance(args, UsageError):
-        return iter([str(args)])
-    file = r["observations"]
-    asked: dict[str, tuple[Any, Any]] = {"log_dir": (r["log_dir"], args.log_dir or "logs")}
-    if r["checkpoint"]:
-        asked["checkpoint"] = (r["checkpoint"]["path"], args.checkpoint or CHECKPOINT_NAME)
-    if completed(r, "verify"):
-        asked["sha256"] = (r["checkpoint"]["sha256"], args.sha256)
-        asked["file"] = ((file["file"], file["shard"]) if file else (None, "1/1"),
-                         (args.observations, "/".join(map(str, args.shard))))
-    if r["hold_seconds"] is not None:
-        asked["hold_seconds"] = (r["hold_seconds"], args.hold_seconds)
-    if completed(r, "forward"):
-        observed = r["observation"]
-        wanted = args.observation if args.observation is not None else nested_zeros(tuple(shape_of(observed)[1:]))
-        as_float32 = [struct.unpack("f", struct.pack("f", number))[0] for number in flat(wanted)]
-        asked["observation"] = (flat(observed), flat(observed) if file else as_float32)
-        asked["tolerance"] = (r["cpu_reference"]["tolerance"] if r["cpu_reference"] else None,
-                              args.tolerance if args.compare_cpu else None)
-    if completed(r, "benchmark"):
-        asked["passes"] = (r["benchmark"]["single"]["passes"] if r["benchmark"] else 0, args.benchmark)
-    return unequal(**asked)
-
-
-def gate_log(r: Result, directory: Path) -> Iterator[str]:
-    """The log says, line by line, what the result says."""
-    lines = (directory / EVIDENCE_FILES[0]).read_text("utf-8").split("\n")
-    yield from unequal(after_the_last_line=(lines.pop(), ""))
-    reached = [stage["name"] for stage in r["stages"] or []]
-    expected: list[str] = []
-    least = 0  # of a run that failed, the lines of the stages that it completed
-    for stage, blocks in LOG.items():
-        if stage == "forward":
-            remove_progress(lines, len(expected), r)
-        with contextlib.nullcontext() if completed(r, stage) else contextlib.suppress(KeyError, TypeError, IndexError):
-            for lines_of_block in blocks.values() if stage in reached else ():
-                expected += lines_of_block(r)
-        least = len(expected) if completed(r, stage) else least
-    end = [final_line(r)]
-    if r["error"] is not None:
-        end = [fields("[error]  ", r["error"]), final_line(r)]
-        expected = expected[:max(least, len(lines) - len(end))]
-    for number, (line, wanted) in enumerate(itertools.zip_longest(lines, map(log_text, [*expected, *end])), 1):
-        if line != wanted:
-            yield f"line {number} is {str(line)[:150]!r}, expected {str(wanted)[:150]!r}"
-            break
-
-
-def remove_progress(lines: list[str], start: int, r: Result) -> None:
-    """Take out the reports of progress that a file of observations may give, from this line on."""
-    done = 0
-    while r["observations"] and start < len(lines) and (match := PROGRESS.fullmatch(lines[start])):
-        now, of = int(match[1]), int(match[2])
-        if not done < now <= of == r["rows"] or (r["repeated_rows"] and now % r["repeated_rows"] and now != of):
-            break
-        done = now
-        del lines[start]
-
-
-def gate_marker(r: Result, directory: Path) -> Iterator[str]:
-    marker = directory / EVIDENCE_FILES[1]
-    if completed(r, "ready") or marker.exists():
-        yield from unequal(marker=(marker.read_text("utf-8"), marker_text(r)))
-
-
-def gate_npu(r: Result, _: Path) -> Iterator[str]:
-    return unequal(
-        determinism=(r["determinism"], {**r["determinism"], **DETERMINISM}),
-        environment=(r["environment"], {**r["environment"], **FORCED_ENVIRONMENT}),
-        visible=(r["visible_devices"], r["environment"]["ASCEND_RT_VISIBLE_DEVICES"]),
-        list=(is_device_list(r["visible_devices"]), True),
-        positive=(r["device_count"] > 0 and r["pid"] > 0, True),
-        nodes=(all(re.fullmatch(r"/dev/davinci\w*", node) for node in r["device_nodes"]), True),
-        simulator=(r["simulator"] is not None, r["simulated"]),
-        name=(r["npu_device_name"].endswith(" (simulated)"), r["simulated"]))
-
-
-# What a run that got past a stage cannot have found otherwise.
-REQUIRED = {
-    "npu": {"engine": "torch_npu", "npu_available": True, "npu_device": DEVICE},
-    "load": {"policy_class": "ActorCriticPolicy", "param_devices": [DEVICE], "all_params_on_npu": True,
-             "params_match_checkpoint": True, "model_device": DEVICE},
-    "forward": {"input_device": DEVICE, "output_device": DEVICE, "all_outputs_on_npu": True,
-                "bitwise_repeatable": True},
-}
-
-
-def gate_claims(r: Result, _: Path) -> Iterator[str]:
-    for stage, claims in REQUIRED.items():
-        if completed(r, stage):
-            yield from unequal(**{key: (r[key], value) for key, value in claims.items()})
-    yield from unequal(num_params=(r["num_params"] is None or r["num_params"] > 0, True))
-
-
-def gate_npu_smi(r: Result, directory: Path) -> Iterator[str]:
-    """What the result says of npu-smi follows from the raw answers."""
-    answers = list(recorded_answers((directory / EVIDENCE_FILES[2]).read_bytes()))
-    by_arguments = {arguments: answer for arguments, _, answer in answers}
-    times = [r["started_at"], *(at for _, at, _ in answers), r["finished_at"]]
-    yield from unequal(version=(r["versions"]["npu_smi"], version_of(by_arguments["-v"])),
-                       calls=(len(by_arguments), len(answers)), order=(times, sorted(times)))
-    if completed(r, "ready"):
-        found = correlate(r["pid"], lambda arguments: by_arguments[" ".join(arguments)])
-        driver = found.pop("driver") or r["versions"]["driver"]
-        yield from unequal(npu_smi=(r["npu_smi"], found), driver=(r["versions"]["driver"], driver))
-
-
-def output_shapes(space: dict[str, Any]) -> dict[str, list[int]]:
-    """The outputs that a policy of this action space gives, and the shape of each for one row."""
-    if space["type"] == "Box":
-        size = math.prod(space["shape"])
-        own = {"mean": [size], "std": [size], "env_action": space["shape"]}
-        action = space["shape"]
+    kind = checkpoint.action["type"]
+    with numpy.errstate(all="ignore"):  # what overflows is seen in the outputs
+        features = observations.reshape(len(observations), -1).astype(numpy.float64)
+        if is_image(checkpoint):
+            features = features / 255
+        latent = tower(checkpoint, "pi", "policy_net", features)
+        value = linear(checkpoint, "value_net", tower(checkpoint, "vf", "value_net", features))
+        head = linear(checkpoint, "action_net", latent)
+        if kind == "Box":
+            outputs = gaussian(checkpoint, head, latent)
+        elif kind == "MultiBinary":
+            outputs = bernoulli(head)
+        else:
+            outputs = categorical(head, choices_of(checkpoint.action))
+    if kind == "Discrete":
+        outputs["action"] = outputs["action"][:, 0]
+    return {"action": outputs["action"], "value": value, **outputs}
+
+
+def is_image(checkpoint: Checkpoint) -> bool:
+    """Whether SB3 divides observations by 255 (stable_baselines3.common.preprocessing)."""
+    box = checkpoint.observation
+    bounds = set(box.low), set(box.high)
+    is_8_bit = len(box.shape) == 3 and box.dtype == "uint8" and bounds == ({0}, {255})
+    return is_8_bit and checkpoint.policy_kwargs.get("normalize_images", True)
+
+
+def tower(checkpoint: Checkpoint, name: str, net: str, x: Array) -> Array:
+    for number in range(len(checkpoint.net_arch[name])):
+        x = linear(checkpoint, f"mlp_extractor.{net}.{2 * number}", x)
+        x = activate(checkpoint.activation, x, **checkpoint.activation_kwargs)
+    return x
+
+
+def linear(checkpoint: Checkpoint, layer: str, x: Array) -> Array:
+    return x @ checkpoint.tensors[f"{layer}.weight"].T.astype(x.dtype) + checkpoint.tensors[f"{layer}.bias"]
+
+
+def activate(name: str, x: Array, alpha: float = 1.0, beta: float = 1.0, lambd: float = 0.5, threshold: float = 20.0,
+             negative_slope: float = 0.01, min_val: float = -1.0, max_val: float = 1.0, approximate: str = "none",
+             inplace: bool = False) -> Array:
+    import numpy as np
+
+    below = np.minimum(x, 0)
+    match name:
+        case "Tanh":
+            return np.tanh(x)
+        case "ReLU":
+            return np.maximum(x, 0)
+        case "ReLU6":
+            return np.clip(x, 0, 6)
+        case "LeakyReLU":
+            return np.where(x > 0, x, negative_slope * x)
+        case "ELU":
+            return np.where(x > 0, x, alpha * np.expm1(below))
+        case "CELU":
+            return np.where(x > 0, x, alpha * np.expm1(below / alpha))
+        case "SELU":
+            return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(below))
+        case "GELU" if approximate == "tanh":
+            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        case "GELU":
+            return 0.5 * x * (1 + np.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2)).astype(x.dtype))
+        case "SiLU":
+            return x * sigmoid(x)
+        case "Mish":
+            return x * np.tanh(np.logaddexp(0, x))
+        case "Sigmoid":
+            return sigmoid(x)
+        case "LogSigmoid":
+            return -np.logaddexp(0, -x)
+        case "Softplus":
+            return np.where(beta * x > threshold, x, np.logaddexp(0, beta * x) / beta)
+        case "Softsign":
+            return x / (1 + np.abs(x))
+        case "Hardsigmoid":
+            return np.clip(x / 6 + 0.5, 0, 1)
+        case "Hardswish":
+            return x * np.clip(x / 6 + 0.5, 0, 1)
+        case "Hardtanh":
+            return np.clip(x, min_val, max_val)
+        case "Tanhshrink":
+            return x - np.tanh(x)
+        case "Softshrink":
+            return np.sign(x) * np.maximum(np.abs(x) - lambd, 0)
+        case "Hardshrink":
+            return np.where(np.abs(x) > lambd, x, 0)
+    raise ValueError(f"no formula for {name}")
+
+
+def sigmoid(x: Array) -> Array:
+    import numpy
+
+    return numpy.exp(-numpy.logaddexp(0, -x))
+
+
+def categorical(head: Array, choices: list[int]) -> dict[str, Array]:
+    """A categorical distribution for each part of an action, side by side."""
+    import numpy
+
+    logits = []
+    for part in numpy.split(head, numpy.cumsum(choices)[:-1], axis=1):
+        shifted = part - part.max(axis=1, keepdims=True)
+        logits.append(shifted - numpy.log(numpy.exp(shifted).sum(axis=1, keepdims=True)))
+    action = numpy.stack([part.argmax(axis=1) for part in logits], axis=1)
+    log_prob = numpy.stack([part.max(axis=1) for part in logits], axis=1).sum(axis=1)
+    joined = numpy.concatenate(logits, axis=1)
+    probs = numpy.exp(joined)
+    return {"action": action.astype(numpy.float64), "log_prob": log_prob, "entropy": -(probs * joined).sum(axis=1),
+            "probs": probs, "logits": joined}
+
+
+def bernoulli(logits: Array) -> dict[str, Array]:
+    import numpy
+
+    size = numpy.abs(logits)  # the likelier value's log_prob, and the entropy, depend on nothing else
+    log_prob = -numpy.logaddexp(0, -size)
+    entropy = size * sigmoid(-size) - log_prob
+    return {"action": (logits > 0).astype(numpy.float64), "log_prob": log_prob.sum(axis=1),
+            "entropy": entropy.sum(axis=1), "probs": sigmoid(logits), "logits": logits}
+
+
+def gaussian(checkpoint: Checkpoint, mean: Array, latent: Array) -> dict[str, Array]:
+    """A diagonal Gaussian. With gSDE its deviation depends on the latent features, and it may be squashed by tanh."""
+    import numpy
+
+    box = checkpoint.action["box"]
+    shape = (len(mean), *box.shape)
+    low, high = numpy.array([box.low, box.high])
+    if box.dtype.startswith("float"):
+        low, high = numpy.array([low, high], box.dtype).astype(numpy.float64)
+    std = deviation(checkpoint, latent) + numpy.zeros_like(mean)
+    scale = numpy.log(std) + 0.5 * math.log(2 * math.pi)
+    if checkpoint.policy_kwargs.get("squash_output"):
+        action = numpy.tanh(mean)
+        nearest = 1 - 2.0**-23  # SB3 keeps a float32 action so far inside of -1 and 1 when it goes back from it
+        inverse = numpy.arctanh(numpy.clip(action, -nearest, nearest))
+        log_prob = -(((inverse - mean) / std) ** 2) / 2 - scale - numpy.log(1 - numpy.tanh(inverse) ** 2 + 1e-6)
+        outputs = {"log_prob": log_prob.sum(axis=1)}
+        env_action = low + 0.5 * (action + 1) * (high - low)
     else:
-        size = sum(space.get("nvec") or [space["n"]])
-        own = {"probs": [size], "logits": [size]}
-        action = {"Discrete": [], "MultiBinary": [size]}.get(space["type"], [len(space.get("nvec", []))])
-    entropy: dict[str, list[int]] = {} if space.get("squashed") else {"entropy": []}
-    return {"action": action, "value": [1], "log_prob": [], **entropy, **own}
+        action = mean
+        outputs = {"log_prob": -scale.sum(axis=1), "entropy": (scale + 0.5).sum(axis=1)}
+        env_action = numpy.clip(mean, low, high)
+    outputs |= {"mean": mean, "std": std, "env_action": env_action.reshape(shape)}
+    return {"action": action.reshape(shape), **outputs}
 
 
-def gate_outputs(r: Result, directory: Path) -> Iterator[str]:
-    """Names, shapes and types follow from the action space, and the file of all rows begins with those shown."""
-    shown, shapes = len(r["observation"]), output_shapes(r["action_space"])
-    optional = ("env_action", "entropy", "probs", "logits", "mean", "std")
-    yield from unequal(
-        names=(list(r["outputs"]), list(shapes)),
-        given=([name for name in optional if r[name] is not None], [name for name in optional if name in shapes]),
-        rows=(shown, min(r["repeated_rows"], SHOWN_ROWS) if r["observations"] else r["rows"]),
-        repeated=(0 < r["repeated_rows"] <= r["rows"], True),
-        observation=({type(number) for number in flat(r["observation"])}, {float}))
-    for name, shape in shapes.items():
-        whole = name == "action" and r["action_space"]["type"] in ("Discrete", "MultiDiscrete")
-        yield from unequal(**{
-            f"outputs.{name}": (r["outputs"][name], {"dtype": "torch.int64" if whole else "torch.float32",
-                                                     "shape": [r["rows"], *shape], "device": DEVICE}),
-            f"the shape of {name}": (shape_of(r[name]), [shown, *shape]),
-            f"the types of {name}": ({type(number) for number in flat(r[name])}, {int if whole else float})})
-    for number, row in enumerate(itertools.islice(rows_of(r, directory), shown)):
-        yield from unequal(**{f"row {number} of {name}": (values, flat(r[name][number]))
-                              for name, values in row.items()})
-    if file := r["observations"]:
-        if (part := shard(file["shard"])) is None:
-            yield "shard is no slice"
-            return
-        index, of = part
-        rows, first = r["rows"], file["first_row"]
-        yield from unequal(rows=(file["rows"], rows), slice=(any(  # of a file of that many rows
-            ((index - 1) * total // of, index * total // of) == (first, first + rows)
-            for total in range((rows - 1) * of, (rows + 1) * of + 1)), True))
-        if shown == rows:
-            numbers = flat(r["observation"])
-            digest = hashlib.sha256(struct.pack(f"<{len(numbers)}f", *numbers)).hexdigest()
-            yield from unequal(sha256_float32=(file["sha256_float32"], digest))
+def deviation(checkpoint: Checkpoint, latent: Array) -> Array:
+    import numpy
+
+    log_std = checkpoint.tensors["log_std"].astype(numpy.float64)
+    std = numpy.exp(log_std)
+    if not checkpoint.use_sde:
+        return std
+    if checkpoint.policy_kwargs.get("use_expln"):
+        std = numpy.where(log_std > 0, numpy.log1p(log_std + 1e-6) + 1, std)
+    return numpy.sqrt(latent**2 @ std**2 + 1e-6)
 
 
-def rows_of(r: Result, directory: Path) -> Iterator[dict[str, list[float]]]:
-    """Every row of every output: of the file of all rows where there is one, else of the result."""
-    if not r["observations"]:
-        yield from ({name: flat(r[name][row]) for name in r["outputs"]} for row in range(r["rows"]))
-        return
-    with zipfile.ZipFile(directory / OUTPUTS_FILE) as archive, contextlib.ExitStack() as files:
-        if archive.namelist() != [f"{name}.npy" for name in r["outputs"]]:
-            raise ValueError(f"{OUTPUTS_FILE} holds {archive.namelist()}")
-        columns = {}
-        for name, output in r["outputs"].items():
-            file = files.enter_context(archive.open(f"{name}.npy"))
-            magic, length = struct.unpack("<8sH", file.read(10))
-            kind = "i8" if output["dtype"] == "torch.int64" else "f4"
-            expected = {"descr": f"<{kind}", "fortran_order": False, "shape": tuple(output["shape"])}
-            header = ast.literal_eval(file.read(length).decode("ascii").strip())
-            if magic != b"\x93NUMPY\1\0" or repr(header) != repr(expected):
-                raise ValueError(f"{name} in {OUTPUTS_FILE} is {header}, expected {expected}")
-            columns[name] = iter_rows(file, f"<{math.prod(output['shape'][1:])}{'q' if kind == 'i8' else 'f'}")
-        yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+def log_prob_of(checkpoint: Checkpoint, logits: Array, action: Array) -> Array:
+    """The log-probability of given choices, (n,), from the reference's logits."""
+    import numpy
+
+    chosen = action.reshape(len(action), -1).astype(numpy.int64)
+    if checkpoint.action["type"] == "MultiBinary":
+        return -numpy.logaddexp(0, numpy.where(chosen == 1, -logits, logits)).sum(axis=1)
+    starts = numpy.cumsum([0, *choices_of(checkpoint.action)[:-1]])
+    return numpy.take_along_axis(logits, starts + chosen, axis=1).sum(axis=1)
 
 
-def iter_rows(file: IO[bytes], layout: str) -> Iterator[list[float]]:
-    """The rows of a column to its end, where zipfile compares its checksum."""
-    size = struct.calcsize(layout)
-    while block := file.read(size * 4096):
-        yield from map(list, struct.iter_unpack(layout, block))
+SATURATED = 3.0  # where a mean is that large, atanh(tanh(mean)) is lost in float32, and a squashed log_prob with it
+SMALL = 0.01  # the error of a smaller number is put in relation to this
 
 
-def gate_distribution(r: Result, directory: Path) -> Iterator[str]:
-    """log_prob, entropy and action follow from the parameters of the distribution, in every row."""
-    rows = 0
-    for number, row in enumerate(rows_of(r, directory)):
-        rows += 1
-        chosen = r["action_space"]["type"] != "Box"
-        wanted = (categorical(row["logits"], row["action"], r["action_space"]) if chosen
-                  else gaussian(row["mean"], row["std"], r["action_space"]))
-        for name, values in wanted.items():
-            tolerance = 0.0 if name == "action" and chosen else CHECK_TOLERANCE
-            if not all(abs(found - value) <= tolerance * max(1.0, abs(value))
-                       for found, value in zip(row[name], values, strict=True)):
-                yield f"row {number}: {name} is {row[name]}, recomputed {values}"
-                return
-        if not all(map(math.isfinite, itertools.chain(*row.values()))):
-            yield f"row {number} is not finite"
-            return
-    yield from unequal(rows=(rows, r["rows"]))
+class Comparison:
+    """The NPU's outputs against the float64 reference, row by row. The reference is never a source of a result."""
+
+    def __init__(self, checkpoint: Checkpoint, tolerance: float) -> None:
+        self.checkpoint, self.tolerance = checkpoint, tolerance
+        self.rows = self.differing = self.ties = 0
+        self.seconds = 0.0
+        self.largest: dict[str, Any] = {}  # by output: the error, beside max(1, |reference|), and beside |reference|
+        self.sums: dict[str, Any] = {}  # by output: of errors, of numbers, of products, and of both squares
+
+    def add(self, observations: Array, npu: Outputs) -> None:
+        import numpy
+
+        started = time.monotonic()
+        reference = reference_outputs(self.checkpoint, observations)
+        if "box" not in self.checkpoint.action:
+            self.compare_choices(npu["action"], reference)
+        for name, theirs in reference.items():
+            ours = npu[name].astype(numpy.float64)
+            if name == "log_prob" and self.checkpoint.policy_kwargs.get("squash_output"):
+                meaningful = numpy.abs(reference["mean"]).max(axis=1) < SATURATED
+                ours, theirs = ours[meaningful], theirs[meaningful]
+            if ours.size == 0:
+                continue
+            error, size = numpy.abs(ours - theirs), numpy.abs(theirs)
+            largest = [error.max(), (error / numpy.maximum(1.0, size)).max(), (error / numpy.maximum(SMALL, size)).max()]
+            self.largest[name] = numpy.maximum(self.largest.get(name, 0.0), largest)
+            self.sums[name] = self.sums.get(name, 0.0) + numpy.array(
+                [error.sum(), error.size, (ours * theirs).sum(), (ours**2).sum(), (theirs**2).sum()])
+        self.rows += len(observations)
+        self.seconds += time.monotonic() - started
+
+    def compare_choices(self, action: Array, reference: Outputs) -> None:
+        """Count actions that differ, and ties among them: choices that the reference finds as likely as its own."""
+        import numpy
+
+        differ = (action != reference.pop("action")).reshape(len(action), -1).any(axis=1)
+        own = log_prob_of(self.checkpoint, reference["logits"], action)
+        tie = differ & (numpy.abs(own - reference["log_prob"]) <= self.tolerance)
+        reference["log_prob"] = numpy.where(tie, own, reference["log_prob"])
+        self.differing += int(differ.sum())
+        self.ties += int(tie.sum())
+
+    def conclude(self, worker: Worker) -> None:
+        """Into the result and the log; raises ForwardFailed where the NPU is outside the tolerance."""
+        outputs = {}
+        for name, (total, count, product, ours, theirs) in self.sums.items():
+            absolute, _, relative = self.largest[name]
+            cosine = float(product / math.sqrt(ours * theirs)) if ours * theirs else None
+            outputs[name] = {"max_abs_error": float(absolute), "max_rel_error_percent": float(100 * relative),
+                             "mean_abs_error": float(total / count), "cosine": cosine}
+        wrong = [name for name, (_, beside, _) in self.largest.items() if not beside <= self.tolerance]
+        if self.differing > self.ties:
+            wrong.append("action")
+        worker.facts(reference={
+            "rows": self.rows, "tolerance": self.tolerance, "within_tolerance": not wrong,
+            "within_1_percent": all(errors["max_rel_error_percent"] < 1 for errors in outputs.values()),
+            "action_agreement": (self.rows - self.differing) / self.rows, "ties": self.ties,
+            "elapsed_s": round(self.seconds, 6), "outputs": outputs})
+        worker.log("[reference] float64 from the checkpoint's bytes: compared with, never a source of a result")
+        worker.log("[reference] rows={reference[rows]} tolerance={reference[tolerance]} "
+                   "within_tolerance={reference[within_tolerance]} within_1_percent={reference[within_1_percent]} "
+                   "action_agreement={reference[action_agreement]} ties={reference[ties]} "
+                   "elapsed={reference[elapsed_s]:.4f}s")
+        for name, errors in outputs.items():
+            worker.log("[reference] {name} max_abs_error={max_abs_error} max_rel_error_percent={max_rel_error_percent} "
+                       "mean_abs_error={mean_abs_error} cosine={cosine}", name=name, **errors)
+        if wrong:
+            raise ForwardFailed(f"outside the tolerance of {self.tolerance:g} of the float64 reference: "
+                                f"{', '.join(wrong)}", "a kernel, a copy or the device is at fault; 910A and 310P "
+                                "compute in float16: allow for it with --tolerance")
 
 
-def categorical(logits: list[float], action: list[float], space: dict[str, Any]) -> dict[str, list[float]]:
-    """Discrete, MultiDiscrete and MultiBinary: what follows from the logits."""
-    if space["type"] == "MultiBinary":
-        probs = [0.5 + 0.5 * math.tanh(logit / 2) for logit in logits]
-        best = [choice if abs(logit) < CHECK_TOLERANCE and choice in (0, 1) else float(logit > 0)
-                for logit, choice in zip(logits, action, strict=True)]
-        taken = [logit if choice else -logit for logit, choice in zip(logits, best, strict=True)]
-        entropy = -sum(x * math.log(x) for p in probs for x in (p, 1 - p) if x > 0)
-        log_probs = [min(logit, 0.0) - math.log1p(math.exp(-abs(logit))) for logit in taken]
-        return {"probs": probs, "action": best, "log_prob": [sum(log_probs)], "entropy": [entropy]}
-    probs, normalised, best, log_prob, entropy, start = [], [], [], 0.0, 0.0, 0
-    for choices, chosen in zip(space.get("nvec") or [space["n"]], action, strict=True):
-        group = logits[start:start + choices]
-        start += choices
-        total = math.log(sum(math.exp(logit - max(group)) for logit in group)) + max(group)
-        group_probs = [math.exp(logit - total) for logit in group]
-        # the arg max, or a choice as likely as it
-        likely = [number for number, p in enumerate(group_probs) if p >= max(group_probs) - CHECK_TOLERANCE / 100]
-        choice = int(chosen) if chosen in likely else likely[0]
-        best.append(choice)
-        probs += group_probs
-        normalised += [logit - total for logit in group]
-        log_prob += group[choice] - total
-        entropy -= sum(p * math.log(p) for p in group_probs if p > 0)
-    return {"probs": probs, "logits": normalised, "action": best, "log_prob": [log_prob], "entropy": [entropy]}
+def compare_with_published(worker: Worker) -> None:
+    """The result for the zero observation against the published one: same action, the rest within TOLERANCE."""
+    import numpy
+
+    result = worker.result
+    errors, within = {}, result["action"] == PUBLISHED["action"]
+    for name in ("value", "log_prob", "probs", "logits", "entropy"):
+        wanted = numpy.array(PUBLISHED[name])
+        errors[name] = float(numpy.abs(numpy.array(result[name]) - wanted).max())
+        within = within and errors[name] <= TOLERANCE * max(1.0, float(numpy.abs(wanted).max()))
+    worker.facts(published={"tolerance": TOLERANCE, "within_tolerance": within,
+                            "action_equal": result["action"] == PUBLISHED["action"], "outputs": errors})
+    worker.log("[published] tolerance={published[tolerance]} within_tolerance={published[within_tolerance]} "
+               "action_equal={published[action_equal]} max_abs_error={published[outputs]}")
+    if not within:
+        raise ForwardFailed(f"the result differs from the published one: {errors}",
+                            "another chip may differ in the last bits, not by this much: the port is at fault")
 
 
-def gaussian(mean: list[float], std: list[float], space: dict[str, Any]) -> dict[str, list[float]]:
-    """Box: what follows from the mean, at which the deterministic action lies, and the standard deviation."""
-    log_prob = -sum(math.log(s) + 0.5 * math.log(2 * math.pi) for s in std)
-    if not space["squashed"]:
-        bounds = [(-math.inf if low is None else low, math.inf if high is None else high)
-                  for low, high in zip(space["low"], space["high"], strict=True)]
-        return {"action": mean, "log_prob": [log_prob],
-                "entropy": [sum(0.5 + 0.5 * math.log(2 * math.pi) + math.log(s) for s in std)],
-                "env_action": [min(max(m, low), high) for m, (low, high) in zip(mean, bounds, strict=True)]}
-    squashed = [math.tanh(m) for m in mean]
-    scaled = [low + 0.5 * (a + 1) * (high - low)
-              for a, low, high in zip(squashed, space["low"], space["high"], strict=True)]
-    wanted = {"action": squashed, "env_action": scaled}
-    if max(map(abs, mean)) < SATURATED:
-        wanted["log_prob"] = [log_prob - sum(math.log(1 - a * a + 1e-6) for a in squashed)]
-    return wanted
+# --- Beside the evidence: times
+
+WARM_UP = 10
 
 
-def gate_extras(r: Result, directory: Path) -> Iterator[str]:
-    """The comparisons with the published result and the CPU, and the times, follow from their numbers."""
-    pinned_zero = r["checkpoint"]["sha256"] == CHECKPOINT_SHA256 and r["observation"] == [[0.0] * 4]
-    yield from unequal(reference=(r["reference"], compare_with_published(r) if pinned_zero else None),
-                       within=((r["reference"] or {}).get("within_tolerance", True), True))
-    if cpu := r["cpu_reference"]:
-        agreeing = cpu["action_agreement"] * cpu["rows"]
-        yield from unequal(
-            within=(cpu["within_tolerance"], True), rows=(cpu["rows"], r["rows"]),
-            outputs=(list(cpu["outputs"]), list(r["outputs"])),
-            agreement=(math.isclose(agreeing + cpu["ties"], cpu["rows"], rel_tol=1e-9) and cpu["ties"] >= 0, True),
-            tolerable=([name for name, each in cpu["outputs"].items() if each["max_abs_diff"] > allowed_difference(
-                name, r, directory, each["max_abs_diff"])], []),
-            differences=(all(0 <= each["mean_abs_diff"] <= each["max_abs_diff"] * (1 + 1e-9)
-                             and abs(each["cosine"] or 0) <= 1 + 1e-9 for each in cpu["outputs"].values()), True))
-    if timed := r["benchmark"]:
-        lines = [timed["single"], timed["eager"], *timed["batches"]]
-        yield from unequal(
-            simulated=(timed["simulated"], r["simulated"]), warm_up=(timed["warm_up_passes"], BENCHMARK_WARM_UP),
-            equal=(timed["actions_equal_evidence"], True),
-            batches=([line["batch"] for line in lines],
-                     [1, 1, *benchmark_batches(tuple(shape_of(r["observation"])[1:]))]),
-            passes=([line["passes"] for line in lines[1:]],
-                    [min(timed["single"]["passes"], BENCHMARK_BATCH_PASSES)] * (len(lines) - 1)),
-            time=(sum(line["passes"] * line["mean_s"] for line in lines) <= sum(
-                stage["elapsed_s"] for stage in r["stages"] if stage["name"] == "benchmark"), True),
-            quantiles=(all(0 < line["p50_s"] <= line["p90_s"] <= line["p99_s"]
-                           and math.isclose(line["rows_per_s"] * line["mean_s"], line["batch"])
-                           for line in lines), True))
+def benchmark(count: int, observations: Array, passes: Passes, worker: Worker) -> None:
+    """Warm passes, from one observation on the host to all outputs on the host, and the outputs of each checked.
 
+    `eager` is the evidence's own path; `graph` replays its kernels, captured, with one launch. Every pass gets another
+    observation than the one before, so that a forward that is cached or skipped gives a wrong answer and is found.
+    """
+    import numpy
 
-def allowed_difference(name: str, r: Result, directory: Path, difference: float) -> float:
-    """What an output of the CPU may at most differ, when its largest is as far beyond the NPU's as it says."""
-    space = r["action_space"]
-    if difference <= r["cpu_reference"]["tolerance"] or (name == "action" and space["type"] != "Box") or (
-            name == "log_prob" and space.get("squashed")):
-        return math.inf  # always allowed; a choice, which may be a tie; or of no meaning where it is saturated
-    largest = max(abs(value) for row in rows_of(r, directory) for value in row[name])
-    return float(r["cpu_reference"]["tolerance"]) * max(1.0, largest + difference) * (1 + 1e-6)
+    amounts = numpy.random.default_rng(0).uniform(-1.0, 1.0, (8, *observations.shape[1:]))
+    # a large number only shrinks, so that nothing overflows
+    first = observations[:1]
+    varied = as_float32(numpy.where(numpy.abs(first) > 1.0, first * numpy.abs(amounts), first + amounts))
+    expected = [passes.run(varied[number:number + 1]) for number in range(len(varied))]
 
+    def timed(one_pass: Callable[[Array], Outputs]) -> dict[str, Any]:
+        taken = []
+        for number in range(WARM_UP + count):
+            if number % 1000 == 0:
+                worker.enter("benchmark")
+            which = number % len(varied)
+            started = time.perf_counter()
+            values = one_pass(varied[which:which + 1])
+            taken.append(time.perf_counter() - started)
+            if any(values[name].tobytes() != wanted.tobytes() for name, wanted in expected[which].items()):
+                raise ForwardFailed("a pass of the benchmark gave other outputs than before for the same observation",
+                                    "a forward was cached or skipped, or the device is at fault")
+        p50, p90, p99 = (float(numpy.percentile(taken[WARM_UP:], percent)) for percent in (50, 90, 99))
+        return {"passes": count, "p50_s": p50, "p90_s": p90, "p99_s": p99, "mean_s": float(numpy.mean(taken[WARM_UP:]))}
 
-# With the stage that a gate needs the run to have completed.
-GATES: dict[str, tuple[str, Callable[[Result, Path], Iterator[str]]]] = {
-    "keys and types": ("", gate_keys), "outcome": ("", gate_outcome), "stages": ("", gate_stages),
-    "times": ("", gate_times), "files": ("", gate_files), "script": ("", gate_script),
-    "command line": ("", gate_argv), "log": ("", gate_log), "marker": ("", gate_marker),
-    "checkpoint": ("verify", gate_checkpoint), "claims": ("", gate_claims), "npu": ("npu", gate_npu),
-    "npu-smi": ("npu", gate_npu_smi), "outputs": ("forward", gate_outputs),
-    "distribution": ("forward", gate_distribution), "references": ("forward", gate_extras)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Main: the one place where an error becomes a message and an exit code
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def log_dir_of(argv: list[str]) -> str | None:
-    parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-dir", type=existing_name)
-    log_dir: str | None = parser.parse_known_args(argv)[0].log_dir
-    return log_dir
-
-
-def check_command(argv: list[str]) -> int:
-    parser = create_parser(add_help=False)
+    times = {"warm_up_passes": WARM_UP, "eager": timed(passes.run), "graph": None, "graph_reason": None}
     try:
-        args = parser.parse_args(argv)
-        if len(argv) > 1 + (args.check != ""):
-            parser.error("--check goes with no other option than its directory")
-    except UsageError as error:
-        say(f"inference.py: usage: {error}; {error.hint}", sys.stderr)
-        return UsageError.code
-    return check(Path(args.check) if args.check else PROJECT / "logs")
+        times["graph"] = timed(capture(passes, varied[:1]))
+    except (AttributeError, RuntimeError, ForwardFailed) as error:  # a release without graphs, or one that refuses
+        times["graph_reason"] = first_line(error)
+    worker.facts(benchmark=times)
+    mark = "SIMULATED " if worker.result["simulated"] else ""
+    for name in ("eager", "graph"):
+        if times[name]:
+            in_ms = {percentile: 1e3 * times[name][f"{percentile}_s"] for percentile in ("p50", "p90", "p99")}
+            worker.log("[benchmark] {mark}{name} passes={passes} p50_ms={p50:.4f} p90_ms={p90:.4f} p99_ms={p99:.4f}",
+                       mark=mark, name=name, passes=count, **in_ms)
+        else:
+            worker.log("[benchmark] {mark}graph: {benchmark[graph_reason]}", mark=mark)
+
+
+def capture(passes: Passes, chunk: Array) -> Callable[[Array], Outputs]:
+    """A function like Passes.run for as many rows, which replays a captured graph: one launch for all kernels.
+
+    Raises AttributeError where torch_npu has no graphs, and RuntimeError where the capture is refused.
+    """
+    torch, policy = passes.torch, passes.policy
+    graph = torch.npu.NPUGraph()
+    with torch.inference_mode():
+        observations = torch.from_numpy(chunk).to(DEVICE)
+        for _ in range(3):  # what operators set up at their first calls must not be part of the capture
+            side_by_side(policy_outputs(policy, observations, passes.bounds, torch), torch)
+        torch.npu.synchronize()
+        with torch.npu.graph(graph):
+            outputs = policy_outputs(policy, observations, passes.bounds, torch)
+            joined = side_by_side(outputs, torch)
+
+    def replay(chunk: Array) -> Outputs:
+        with torch.inference_mode():
+            observations.copy_(torch.from_numpy(chunk))
+            graph.replay()
+            return to_host(joined, outputs)
+
+    return replay
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Main
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -3169,35 +2649,46 @@ def main(argv: list[str] | None = None) -> int:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    if {"-h", "--help"} & set(argv):
-        create_parser().parse_args(["-h"])
-    if any(argument.partition("=")[0] == "--check" for argument in argv):
-        return check_command(argv)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher gets them
+    caught: list[int] = []
+    for signum in SIGNALS:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup stays nohup
+            signal.signal(signum, lambda number, _: caught.append(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child has an exit code
-    evidence = None
     try:
-        evidence = Evidence(log_dir_of(argv), ["inference.py", *argv])
-        evidence.open()
-        # Parsed only now: whatever is wrong with this call, the result of an earlier one must not pass for its own.
-        args = create_parser(add_help=False).parse_args(argv)
-        run(args, evidence, Watcher(evidence, args.timeout_seconds))
-        code = 0
-    except (Exception, Failure) as error:  # noqa: BLE001 (the one place where errors become exit codes)
-        failure: BaseException = error
-        stage = evidence.stage if evidence else "usage"
-        if isinstance(error, (RuntimeError, MemoryError)) and stage in STAGE_FAILURES:
-            failure = STAGE_FAILURES[stage](f"{type(error).__name__}: {first_line(error)}", DEVICE_HINT)
-        elif isinstance(error, OSError):  # of the evidence's files: what can fail elsewhere is caught there
-            failure = EvidenceUnwritable(f"{type(error).__name__}: {error.strerror}", "look at the disk and the limits")
-        elif not isinstance(error, Failure):
-            traceback.print_exc()
-        if evidence is None:
-            say(f"inference.py: {stage}: {log_text(str(failure))}", sys.stderr)
-            return failure.code if isinstance(failure, Failure) else 1
-        code = evidence.conclude(failure)
-    leave(evidence, code)
-    return code
+        args = parse_arguments(argv)
+        if compile(SOURCE, SCRIPT, "exec", dont_inherit=True) != CODE:
+            raise UsageError("the file of the program is not what Python runs: it was replaced meanwhile, or piped in",
+                             "nothing was run; start it as python3 inference.py")
+    except UsageError as error:
+        print(f"inference.py: usage: {one_line(str(error))}; {error.hint}", file=sys.stderr)
+        return error.code
+    supervisor = Supervisor(args, argv, caught)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    own_pid = os.getpid()
+    # Before torch and numpy are imported: of the two processes that go on from here, one never sees them.
+    pid = os.fork()
+    if pid:
+        return supervisor.follow(pid)
+    become_worker(supervisor, own_pid)
+    return work(args, Worker(supervisor.facts_end, supervisor.go_end))
+
+
+def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
+    """A process group of its own, which ends with the supervisor, and whose output goes through it."""
+    os.setpgid(0, 0)
+    die_with_parent()
+    if os.getppid() != supervisor_pid:  # it ended before the line above
+        os._exit(1)
+    os.close(supervisor.facts)
+    os.close(supervisor.output)
+    supervisor.go.close()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (supervisor.output_end, 1), (supervisor.output_end, 2)):
+        os.dup2(source, target)
+    for signum in (signal.SIGINT, signal.SIGHUP):  # the supervisor answers them
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the device is given back
+    faulthandler.enable()  # on SIGABRT, stderr shows the line that hung
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import support
+from harness import support
 
 
 @pytest.fixture(scope="session")

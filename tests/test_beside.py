@@ -8,12 +8,9 @@ import math
 import re
 from pathlib import Path
 
-import checkpoints
-import evidence
-import faults
 import numpy as np
 import pytest
-import support
+from harness import checkpoints, evidence, faults, support
 
 
 @pytest.fixture

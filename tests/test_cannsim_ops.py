@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import support
+from harness import support
 
 if __name__ == "__main__" or TYPE_CHECKING:
     import numpy
@@ -45,6 +45,7 @@ def outcomes(simulator: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "LD_LIBRARY_PATH": str(simulator),
         "TASK_QUEUE_ENABLE": "0",
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",
+        "CANNSIM_CORRUPT": "copy:*:1000000000",  # never: but an operator that does not say what it writes is refused
     }
     command = [sys.executable, __file__, str(report)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import support
+from harness import support
 
 H2H, H2D, D2H, D2D, DEFAULT = range(5)
 PARAM_INVALID, NO_DEVICE_ID, NO_CONTEXT, WRONG_CONTEXT = 107000, 107001, 107002, 107003
@@ -542,7 +542,7 @@ def test_an_operator_that_is_not_simulated_refuses_by_name(run: Run) -> None:
         for name in ("aclnnFracGetWorkspaceSize", "aclnnFrac", "aclnnIndexFillGetWorkspaceSize", "aclnnAngleV2"):
             bad(getattr(operators, name)(), 561003, f"{name}: this operator is not simulated")
         # Where torch_npu has another way that is right it must not find one that refuses.
-        for name in ("aclnnGeluV2", "aclnnGatherV3", "aclnnForeachAbs"):
+        for name in ("aclnnGatherV3", "aclnnForeachErfc"):
             assert not hasattr(operators, name + "GetWorkspaceSize"), name
     """)
 
@@ -1269,7 +1269,8 @@ def test_npu_smi_of_four_and_five_columns(environment: dict[str, str]) -> None:
         inside = smi(environment, "info", CANNSIM_NPU_SMI="container")
         memory = smi(environment, "info", "-t", "proc-mem", "-i", "0", "-c", "0", CANNSIM_NPU_SMI="container")
     for table, edge, head in ((old, EDGE_25, HEAD_25), (new, EDGE_26, HEAD_26), (inside, EDGE_26, HEAD_26)):
-        lines = table.splitlines()
+        *lines, note = table.splitlines()
+        assert re.fullmatch(r"cannsim: .*power .*temperature .*are invented", note)
         assert {len(line) for line in lines} == {len(edge)}
         assert edge in lines
         assert head in lines
@@ -1514,17 +1515,6 @@ def test_torch_corrupted_kernels(torch: Torch, tmp_path: Path, spec: str, expect
     assert all(name.startswith("exec:aclnn") for name in hits)
 
 
-def test_every_operator_says_what_it_writes(simulator: Path, tmp_path: Path) -> None:
-    """Else CANNSIM_CORRUPT could not spoil it. The cases of the other half launch every operator."""
-    report = tmp_path / "report.json"
-    environment = support.clean_environment() | {
-        "LD_LIBRARY_PATH": str(simulator), "TASK_QUEUE_ENABLE": "0", "CANNSIM_CORRUPT": "copy:*:1000000000"
-    }
-    command = [sys.executable, str(support.PROJECT / "tests/test_cannsim_ops.py"), str(report)]
-    subprocess.run(command, env=environment, capture_output=True, timeout=600, check=True)
-    assert "does not know what it writes" not in report.read_text(encoding="utf-8")
-
-
 @pytest.mark.parametrize("queue", ["0", "1"])
 def test_torch_ends_in_an_error_where_an_operator_is_not_simulated(torch: Torch, queue: str) -> None:
     torch(
@@ -1566,8 +1556,8 @@ def test_torch_starts_the_operator_compiler_only_where_it_must(torch: Torch) -> 
     assert traces() == (COMPILER if at_once else NONE), traces()
     """
     )
-    for env in ({}, {"ACL_OP_INIT_MODE": "0"}):
-        torch(body, cold=True, **env)
+    torch(body)
+    torch(body, ACL_OP_INIT_MODE="0")
 
 
 # As the policies of SB3: a capture of it on a static input, and what it gives without one.

@@ -24,11 +24,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import checkpoints
-import faults
 import numpy as np
 import pytest
-import support
+from harness import checkpoints, faults, support
 
 RESULT, LOG, MARKER, NPU_SMI, OUTPUTS = (
     "npu_result.json", "npu_inference.log", "npu_ready.marker", "npu_smi.log", "npu_outputs.npz",

@@ -8,10 +8,9 @@ import json
 import zipfile
 from pathlib import Path
 
-import checkpoints
 import numpy as np
 import pytest
-import support
+from harness import checkpoints, support
 
 OUTPUTS = {"action", "value", "log_prob", "entropy", "probs", "logits", "mean", "std", "env_action"}
 

@@ -21,10 +21,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import evidence
-import faults
 import pytest
-import support
+from harness import evidence, faults, support
 
 LOCK = ".npu_inference.lock"
 

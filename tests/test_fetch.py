@@ -20,11 +20,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import evidence
-import faults
 import pytest
-import support
-from terminal import Terminal
+from harness import evidence, faults, support
+from harness.terminal import Terminal
 
 PROGRAM = runpy.run_path(str(support.PROJECT / "inference.py"))
 NAME, MODEL_ID, REVISION = (PROGRAM[name] for name in ("CHECKPOINT_NAME", "MODEL_ID", "SOURCE_REVISION"))

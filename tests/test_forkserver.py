@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-import support
+from harness import support
 
 BOTH = pytest.mark.parametrize("cold", [False, True], ids=["forked", "cold"])
 

@@ -11,10 +11,8 @@ import os
 import re
 import runpy
 
-import evidence
-import faults
 import pytest
-import support
+from harness import evidence, faults, support
 
 SIMULATE = "tests/simulate.sh"
 

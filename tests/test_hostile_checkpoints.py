@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import attacks
-import hostile
 import numpy as np
 import pytest
-import support
+from harness import attacks, hostile, support
 
 OBSERVATIONS = np.random.default_rng(3).uniform(-1, 1, (3, 4)).astype(np.float32)
 MORE_KIB = 1 << 20  # over a normal run
@@ -63,7 +61,7 @@ def run(cli, tmp_path_factory):
             *arguments,
             timeout=60,
             rlimits={"RLIMIT_DATA": 6 << 30},  # should a bomb go off, the machine survives it
-            script=support.PROJECT / "tests/watched.py",
+            script=support.PROJECT / "tests/harness/watched.py",
             env={"WATCHED_REPORT": str(report)},
         )
         path.unlink()
@@ -235,7 +233,7 @@ def main():
 """)
     (tmp_path / "this_module_of_the_test.py").write_text("name = 1")
     report = tmp_path / "report.json"
-    script = support.PROJECT / "tests/watched.py"
+    script = support.PROJECT / "tests/harness/watched.py"
     done = cli(cwd=tmp_path, script=script, env={"WATCHED_REPORT": str(report)})
     assert done.code == 0, done.stderr
     seen = json.loads(report.read_text())

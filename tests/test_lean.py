@@ -9,10 +9,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import bench
-import evidence
 import pytest
-import support
+from harness import evidence, support
+from measure import bench
 
 BATCH_PASSES = 20  # a benchmark of more passes measures no more batches
 
@@ -37,7 +36,7 @@ def test_a_warm_pass_costs_no_more_than_it_must(cli, tmp_path):
 
 
 def test_it_gives_what_plain_sb3_gives_on_the_same_npu_for_half_the_calls(cli, tmp_path):
-    done = cli("warm", 1, script=support.PROJECT / "tests/bench.py", env={"CANNSIM_TRACE": str(tmp_path / "trace")})
+    done = cli("warm", 1, script=support.PROJECT / "tests/measure/bench.py", env={"CANNSIM_TRACE": str(tmp_path / "trace")})
     assert done.code == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     ours, eager, plain = (measured["counts"][name] for name in ("inference.py", "eager", "plain SB3"))

@@ -15,11 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-import evidence
-import faults
 import numpy as np
 import pytest
-import support
+from harness import evidence, faults, support
 
 FORWARD = json.loads((support.PROJECT / "tests/data/standin.forward.json").read_text())
 VALUE_TOLERANCE, TOLERANCE = 6e-5, 1e-5  # twice what batching alone changes, on a CPU; logits and the like

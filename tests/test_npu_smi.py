@@ -10,10 +10,8 @@ import stat
 import time
 from pathlib import Path
 
-import evidence
-import faults
 import pytest
-import support
+from harness import evidence, faults, support
 
 PROGRAM = runpy.run_path(str(support.PROJECT / "inference.py"))
 PID = 4711

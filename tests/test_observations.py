@@ -13,12 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import checkpoints
-import evidence
-import faults
 import numpy as np
 import pytest
-import support
+from harness import checkpoints, evidence, faults, support
 
 OUTPUTS = "npu_outputs.npz"
 TOLERANCE = 1e-4  # of outputs whose batches differ, relative above 1

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import support
+from harness import support
 
 README = (support.PROJECT / "README.md").read_text(encoding="utf-8")
 PROGRAM = runpy.run_path(str(support.PROJECT / "inference.py"))

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import checkpoints
 import pytest
-import support
+from harness import checkpoints, support
 from PIL import Image, ImageColor
 
 THREE = ("agent_workflow.png", "npu_device_call.png", "model_result.png")

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import support
+from harness import support
 
 PROGRAM = """
 import json, os, signal, sys, time

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-import support
-import sweep
+from harness import support
+from measure import sweep
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,9 @@ import shlex
 import signal
 from pathlib import Path
 
-import evidence
-import faults
 import pytest
-import support
-from terminal import Terminal
+from harness import evidence, faults, support
+from harness.terminal import Terminal
 
 XTERM = {"TERM": "xterm-256color", "NO_COLOR": None}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from hostile import (
+
+from harness.hostile import (
     Member,
     Raw,
     archive,

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-import support
+from harness import support
 
 _numbers = itertools.count()
 

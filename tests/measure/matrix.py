@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import support
+from harness import support
 
 TESTS = support.PROJECT / "tests"
 DISK_BYTES = 9 << 30

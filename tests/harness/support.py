@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 STANDIN = "tests/data/standin-ppo-seals-CartPole-v0.zip"  # relative to the project
 STANDIN_SHA256 = "9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a9642062"
 STANDIN_ARGS = ("--checkpoint", STANDIN, "--sha256", STANDIN_SHA256)
@@ -264,7 +264,7 @@ class _Server:
         environment = environment | program["DEFAULT_ENVIRONMENT"] | program["FORCED_ENVIRONMENT"]
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, str(PROJECT / "tests/forkserver.py"), str(other.fileno())],
+                [sys.executable, str(PROJECT / "tests/harness/forkserver.py"), str(other.fileno())],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parent.parent
+PROJECT = Path(__file__).resolve().parents[2]
 STANDIN = PROJECT / "tests/data/standin-ppo-seals-CartPole-v0.zip"
 STANDIN_SHA256 = "9cf3e56aad9699674a80c839ceb54482552873f5d344f4af1aecd287a9642062"
 PROGRAM = [PROJECT / "inference.py", "--checkpoint", STANDIN, "--sha256", STANDIN_SHA256, "--hold-seconds", "0"]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Runs the end-to-end case on every combination of versions and prints a table:  tests/matrix.sh [--list] [--only NAME]
+# Runs the end-to-end case on every combination of versions and prints a table:  tests/measure/matrix.sh [--list] [--only NAME]
 #
 # Run by hand: it downloads gigabytes and takes half an hour. matrix.py says what it does; PYTHON picks the interpreter
 # that runs it, not those that are tried.

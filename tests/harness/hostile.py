@@ -20,7 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import support
+
+from harness import support
 
 Weights = dict[str, np.ndarray]
 

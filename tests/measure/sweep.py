@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes every single call into CANN fail, one in each run, and looks for a run that succeeds nevertheless.
 
-    python3 tests/sweep.py [--table FILE] [--jobs N]
+    python3 tests/measure/sweep.py [--table FILE] [--jobs N]
 
 A good run of the stand-in checkpoint on the simulated NPU is traced: each API call, each GetWorkspaceSize, each launch
 and each execution on the device. Then, for every line of that trace, the program runs once more with just that call
@@ -31,9 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import evidence
-import faults
-import support
+from harness import evidence, faults, support
 
 Trace = list[dict[str, Any]]
 TABLE = support.PROJECT / ".cache/sweep.tsv"

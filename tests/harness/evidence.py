@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import support
+from harness import support
 
 RESULT = "npu_result.json"
 OUTPUTS = "npu_outputs.npz"  # only with --observations
