@@ -283,9 +283,27 @@ def numbers() -> None:
 @case_of("comparison and logic in place", EVERY)
 def in_place(dtype: str) -> None:
     x, y = values((3, 4), dtype), values((3, 4), dtype, 1)
-    for name in ("eq_", "ne_", "lt_", "le_", "gt_", "ge_", "logical_and_", "logical_or_", "logical_xor_"):
+    for name in ("eq_", "ne_", "lt_", "le_", "gt_", "ge_"):
         compare(getattr(x.npu(), name)(y.npu()), getattr(x.clone(), name)(y))
-    compare((x.npu().eq_(1), x.npu().logical_not_()), (x.clone().eq_(1), x.clone().logical_not_()))
+        compare(getattr(x.npu(), name)(1), getattr(x.clone(), name)(1))
+    for name in ("logical_and_", "logical_or_", "logical_xor_"):
+        compare(getattr(x.npu(), name)(y.npu()), getattr(x.clone(), name)(y))
+    compare(x.npu().logical_not_(), x.clone().logical_not_())
+
+
+@case("a number before a tensor, and in place")
+def number_first() -> None:
+    def f(x: Tensor, i: Tensor) -> list[Tensor]:
+        results = [2 + x, torch.tensor(2.0) + x, 2 - x, 2 / x, 7 % x, 2**x, 7 % i, 5 & i, 5 | i, 5 ^ i]
+        for name in ("add_", "sub_", "mul_", "div_", "remainder_", "fmod_", "floor_divide_", "pow_", "clamp_max_"):
+            results.append(getattr(x.clone(), name)(2))
+        for name in ("add_", "sub_", "remainder_", "fmod_", "bitwise_and_", "bitwise_or_", "bitwise_xor_"):
+            results.append(getattr(i.clone(), name)(5))
+        results += [x.clone().div_(2, rounding_mode=mode) for mode in ("trunc", "floor")]
+        return [*results, x.clamp_max(1), i.clone().scatter_(0, i[:2, :3] % 3, 9)]
+
+    x, i = values((3, 4), "float32", low=0.5), values((3, 4), "int64", 1, low=0)
+    compare(f(x.npu(), i.npu()), f(x, i))
 
 
 @case("masked_fill of integers with a fraction")
@@ -517,6 +535,7 @@ def draw() -> None:
         return [
             torch.randn(300, 100, device="npu"),
             torch.normal(mean, 1.0),
+            torch.normal(0.0, std.expand(300, 100)) / 2,
             torch.distributions.Normal(mean, std).rsample() / 2,
             torch.rand(300, 100, device="npu") * 12**0.5 - 3**0.5,
             torch.bernoulli(torch.full((300, 100), 0.5, device="npu")) * 2 - 1,
@@ -658,6 +677,17 @@ def null() -> None:
     assert "workspaceSize is null" in acl.message()
     assert acl.op.aclnnRelu(None, ctypes.c_uint64(0), None, None) == NULL_ARGUMENT
     assert "aclnnRelu: executor is null" in acl.message()
+
+
+@case("exact GELU, which torch_npu calls in its compatible mode")
+def exact_gelu() -> None:
+    acl = Acl()
+    acl.memory[:8] = torch.linspace(-3, 3, 8).npu()
+    torch.npu.synchronize()
+    for mode, approximate in enumerate(("none", "tanh")):
+        assert acl.run("aclnnGeluV2", acl.tensor(8), ctypes.c_int64(mode), acl.tensor(8, offset=8)) == (0, 0)
+        compare(acl.memory[8:16], F.gelu(torch.linspace(-3, 3, 8), approximate=approximate))
+    acl.refused(INVALID_ARGUMENT, "approximate: 2", "aclnnGeluV2", acl.tensor(8), ctypes.c_int64(2), acl.tensor(8))
 
 
 @case("wrong dtypes")

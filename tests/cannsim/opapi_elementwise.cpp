@@ -92,11 +92,19 @@ Kernel real(In self, Out out, F f) {
   return map<float, 1>(y, {x}, f);
 }
 
+// Whether an element is zero, finite or the like: a double tells that of every dtype.
 template <typename F>
 Kernel predicate(In self, Out out, Dtypes results, F f) {
   const aclTensor &x = tensor(self, "self"), &y = tensor(out, "out", results);
   require_shape(y, "out", x.shape);
-  return by_kind(x.dtype, [&](auto c) { return map<decltype(c), 1>(y, {x}, f); });
+  return map<double, 1>(y, {x}, f);
+}
+
+template <typename F>
+Kernel logical(In self, In other, Out out, F f) {
+  const aclTensor &a = tensor(self, "self"), &b = tensor(other, "other"), &y = tensor(out, "out");
+  require_shape(y, "out", broadcast(a.shape, b.shape));
+  return map<double, 2>(y, {a, b}, f);
 }
 
 // A boolean result is stored in whatever dtype `out` has, so that comparisons work in place.
@@ -255,19 +263,36 @@ Kernel clamp(In self, In min, In max, Out out) {
   });
 }
 
+constexpr auto is_zero = [](double x) { return x == 0; };
+constexpr auto both_hold = [](double a, double b) { return a != 0 && b != 0; };
+constexpr auto one_holds = [](double a, double b) { return a != 0 || b != 0; };
+constexpr auto they_differ = [](double a, double b) { return (a != 0) != (b != 0); };
+
+constexpr Dtypes kBits = kInts | kBool;
+
 Kernel bitwise_not(In self, Out out) {
-  if (tensor(self, "self", kInts | kBool).dtype == ACL_BOOL)
-    return unary(self, out, kBool, [](auto x) { return x == 0; });
-  return unary(self, out, kInts, [](auto x) {
-    if constexpr (std::is_integral_v<decltype(x)>) return ~x;
-    else return x;
-  });
+  const aclTensor &x = tensor(self, "self", kBits), &y = tensor(out, "out");
+  require_shape(y, "out", x.shape);
+  require_dtype(y, "out", x.dtype);
+  return map<int64_t, 1>(y, {x}, [flag = x.dtype == ACL_BOOL](int64_t v) { return flag ? v == 0 : ~v; });
 }
 
-// Only ever called on integers; the floating instantiations exist because dtypes are chosen at run time.
 template <typename F>
-auto bitwise(F f) {
-  return [f](auto a, auto b) { return f(static_cast<int64_t>(a), static_cast<int64_t>(b)); };
+Kernel bitwise(In self, In other, Out out, F f) {
+  const aclTensor &a = tensor(self, "self", kBits), &b = tensor(other, "other", kBits), &y = tensor(out, "out");
+  require_shape(y, "out", broadcast(a.shape, b.shape));
+  require_cast(promote(a.dtype, b.dtype), y);
+  return map<int64_t, 2>(y, {a, b}, f);
+}
+
+template <typename F>
+Kernel bitwise(In self, Num other, Out out, F f) {
+  const aclTensor &a = tensor(self, "self", kBits), &y = tensor(out, "out");
+  const aclScalar &b = scalar(other, "other");
+  require(in(b.dtype, kBits), "other: dtype " + name_of(b.dtype) + " beside " + name_of(a.dtype));
+  require_shape(y, "out", a.shape);
+  require_cast(promote(a, b), y);
+  return map<int64_t, 1>(y, {a}, [f, n = rounded<int64_t>(b, promote(a, b))](int64_t v) { return f(v, n); });
 }
 constexpr auto bit_and = [](int64_t a, int64_t b) { return a & b; };
 constexpr auto bit_or = [](int64_t a, int64_t b) { return a | b; };
@@ -334,22 +359,31 @@ Kernel masked_fill(Out self, In mask, In number) {
 
 // ---- The operators --------------------------------------------------------------------------------------------------
 
+// The function gets a name, so that all forms of an operator are instantiated from one type.
+
+#define UNARY(NAME, ALLOWED, F) ACLNN(aclnn##NAME, (In self, Out out), unary(self, out, ALLOWED, F))
+
 // aclnnX(self, out) and aclnnInplaceX(self)
-#define UNARY(NAME, ALLOWED, ...)                                                  \
-  ACLNN(aclnn##NAME, (In self, Out out), unary(self, out, ALLOWED, __VA_ARGS__))   \
-  ACLNN(aclnnInplace##NAME, (Out self), unary(self, self, ALLOWED, __VA_ARGS__))
-#define REAL(NAME, ...)                                                  \
-  ACLNN(aclnn##NAME, (In self, Out out), real(self, out, __VA_ARGS__))   \
-  ACLNN(aclnnInplace##NAME, (Out self), real(self, self, __VA_ARGS__))
+#define REAL(NAME, ...)                                                      \
+  constexpr auto NAME##Function = __VA_ARGS__;                               \
+  ACLNN(aclnn##NAME, (In self, Out out), real(self, out, NAME##Function))    \
+  ACLNN(aclnnInplace##NAME, (Out self), real(self, self, NAME##Function))
+#define ROUNDING(NAME, ...)                                                                            \
+  constexpr auto NAME##Function = __VA_ARGS__;                                                         \
+  ACLNN(aclnn##NAME, (In self, Out out), activation(self, out, kFloatsAndDouble, NAME##Function))      \
+  ACLNN(aclnnInplace##NAME, (Out self), activation(self, self, kFloatsAndDouble, NAME##Function))
 
 // A tensor and a tensor, a tensor and a number, and both in place, named aclnnX<TENSOR> and aclnnX<SCALAR>.
 #define BINARY(NAME, TENSOR, SCALAR, RESULT, NUMBER, ALLOWED, ...)                                                    \
-  ACLNN(aclnn##NAME##TENSOR, (In self, In other, Out out), binary<RESULT>(self, other, out, ALLOWED, __VA_ARGS__))    \
+  constexpr auto NAME##Function = __VA_ARGS__;                                                                        \
+  ACLNN(aclnn##NAME##TENSOR, (In self, In other, Out out),                                                            \
+        binary<RESULT>(self, other, out, ALLOWED, NAME##Function))                                                    \
   ACLNN(aclnn##NAME##SCALAR, (In self, Num other, Out out),                                                           \
-        with_scalar<RESULT, NUMBER>(self, other, out, ALLOWED, __VA_ARGS__))                                          \
-  ACLNN(aclnnInplace##NAME##TENSOR, (Out self, In other), binary<RESULT>(self, other, self, ALLOWED, __VA_ARGS__))    \
+        with_scalar<RESULT, NUMBER>(self, other, out, ALLOWED, NAME##Function))                                       \
+  ACLNN(aclnnInplace##NAME##TENSOR, (Out self, In other),                                                             \
+        binary<RESULT>(self, other, self, ALLOWED, NAME##Function))                                                   \
   ACLNN(aclnnInplace##NAME##SCALAR, (Out self, Num other),                                                            \
-        with_scalar<RESULT, NUMBER>(self, other, self, ALLOWED, __VA_ARGS__))
+        with_scalar<RESULT, NUMBER>(self, other, self, ALLOWED, NAME##Function))
 #define SCALED(NAME, ALLOWED, F)                                                                                      \
   ACLNN(aclnn##NAME, (In self, In other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))            \
   ACLNN(aclnn##NAME##s, (In self, Num other, Num alpha, Out out), scaled(self, other, alpha, out, ALLOWED, F))        \
@@ -400,30 +434,36 @@ BINARY(Lt, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return
 BINARY(Le, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a <= b; })
 BINARY(Gt, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a > b; })
 BINARY(Ge, Tensor, Scalar, kBoolean, kRounded, kAll, [](auto a, auto b) { return a >= b; })
-BINARY(BitwiseAnd, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_and))
-BINARY(BitwiseOr, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_or))
-BINARY(BitwiseXor, Tensor, Scalar, kPromoted, kRounded, kInts | kBool, bitwise(bit_xor))
+#define BITWISE(NAME, F)                                                                                      \
+  ACLNN(aclnn##NAME##Tensor, (In self, In other, Out out), bitwise(self, other, out, F))                              \
+  ACLNN(aclnn##NAME##Scalar, (In self, Num other, Out out), bitwise(self, other, out, F))
+#define BITWISE_IN_PLACE(NAME, F)                                                                                     \
+  ACLNN(aclnnInplace##NAME##Tensor, (Out self, In other), bitwise(self, other, self, F))                              \
+  ACLNN(aclnnInplace##NAME##Scalar, (Out self, Num other), bitwise(self, other, self, F))
+BITWISE(BitwiseAnd, bit_and)
+BITWISE(BitwiseOr, bit_or)
+BITWISE(BitwiseXor, bit_xor)
+BITWISE_IN_PLACE(BitwiseAnd, bit_and)
+BITWISE_IN_PLACE(BitwiseXor, bit_xor)
 ACLNN(aclnnBitwiseNot, (In self, Out out), bitwise_not(self, out))
 
-#define LOGICAL(NAME, ...)                                                                                            \
-  ACLNN(aclnnLogical##NAME, (In self, In other, Out out), binary<kBoolean>(self, other, out, kAll, __VA_ARGS__))      \
-  ACLNN(aclnnInplaceLogical##NAME, (Out self, In other), binary<kBoolean>(self, other, self, kAll, __VA_ARGS__))
-LOGICAL(And, [](auto a, auto b) { return a != 0 && b != 0; })
-LOGICAL(Or, [](auto a, auto b) { return a != 0 || b != 0; })
-LOGICAL(Xor, [](auto a, auto b) { return (a != 0) != (b != 0); })
-ACLNN(aclnnLogicalNot, (In self, Out out), predicate(self, out, kAll, [](auto x) { return x == 0; }))
-ACLNN(aclnnInplaceLogicalNot, (Out self), predicate(self, self, kAll, [](auto x) { return x == 0; }))
-ACLNN(aclnnIsFinite, (In self, Out out), predicate(self, out, kBool, [](auto x) { return std::isfinite(double(x)); }))
-ACLNN(aclnnIsInf, (In self, Out out), predicate(self, out, kBool, [](auto x) { return std::isinf(double(x)); }))
+ACLNN(aclnnLogicalAnd, (In self, In other, Out out), logical(self, other, out, both_hold))
+ACLNN(aclnnInplaceLogicalAnd, (Out self, In other), logical(self, other, self, both_hold))
+ACLNN(aclnnLogicalOr, (In self, In other, Out out), logical(self, other, out, one_holds))
+ACLNN(aclnnInplaceLogicalOr, (Out self, In other), logical(self, other, self, one_holds))
+ACLNN(aclnnLogicalXor, (In self, In other, Out out), logical(self, other, out, they_differ))
+ACLNN(aclnnLogicalNot, (In self, Out out), predicate(self, out, kAll, is_zero))
+ACLNN(aclnnInplaceLogicalNot, (Out self), predicate(self, self, kAll, is_zero))
+ACLNN(aclnnIsFinite, (In self, Out out), predicate(self, out, kBool, [](double x) { return std::isfinite(x); }))
 ACLNN(aclnnIsClose, (In self, In other, double rtol, double atol, bool equal_nan, Out out),
       is_close(self, other, rtol, atol, equal_nan, out))
 
 UNARY(Neg, kNumbers, neg)
 UNARY(Abs, kNumbers, [](auto x) { return x < 0 ? neg(x) : x == 0 ? decltype(x){0} : x; })
-UNARY(Ceil, kFloats | kDouble, [](auto x) { return std::ceil(x); })
-UNARY(Floor, kFloats | kDouble, [](auto x) { return std::floor(x); })
+ROUNDING(Ceil, [](auto x) { return std::ceil(x); })
+ROUNDING(Floor, [](auto x) { return std::floor(x); })
+ACLNN(aclnnTrunc, (In self, Out out), activation(self, out, kFloatsAndDouble, [](auto x) { return std::trunc(x); }))
 UNARY(Round, kFloats | kDouble | kInts, [](auto x) { return std::nearbyint(x); })  // ties to even
-UNARY(Trunc, kFloats | kDouble, [](auto x) { return std::trunc(x); })
 UNARY(Sign, kAll, [](auto x) { return (x > 0) - (x < 0); })
 
 REAL(Exp, [](auto x) { return std::exp(x); })
