@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import support
+from harness import support
 
 if __name__ == "__main__" or TYPE_CHECKING:
     import torch

@@ -1,5 +1,5 @@
-// The old way to run an operator, by its graph name, which starts the operator compiler, as with CANN. torch_npu takes it
-// where an aclnn kernel is missing, and that ends in an error that names the operator; and for the operator Identity, by
+// The old way to run an operator, by its graph name, which starts the operator compiler, as with CANN. torch_npu takes
+// it where an aclnn kernel is missing, and that ends in an error that names the operator; and for Identity, the one by
 // which it changes the format of a tensor.
 #include "runtime.h"
 

@@ -46,7 +46,7 @@ Kernel arange(const aclScalar &start, const aclScalar &end, const aclScalar &ste
   const auto first = value<C>(start), last = value<C>(end), stride = value<C>(step);
   require(stride != 0, "step is zero");
   require(first == last || (last > first) == (stride > 0), "end lies before start");
-  const double length = std::ceil((static_cast<double>(last) - static_cast<double>(first)) / static_cast<double>(stride));
+  const double length = std::ceil((double(last) - double(first)) / double(stride));
   require_shape(y, "out", {static_cast<int64_t>(length)});
   return [=] {
     std::byte *base = resolve(y);
@@ -556,7 +556,8 @@ ACLNN(aclnnRepeat, (In self, Ints repeats, Out out), repeat(self, repeats, out))
 ACLNN(aclnnOneHot, (In self, int64_t depth, In on_value, In off_value, int64_t dim, Out out),
       one_hot(self, depth, on_value, off_value, dim, out))
 ACLNN(aclnnGather, (In self, int64_t dim, In index, Out out), gather(self, dim, index, out))
-ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In src, Out out), scatter(self, dim, index, src, nullptr, kAdd, out))
+ACLNN(aclnnScatterAdd, (In self, int64_t dim, In index, In src, Out out),
+      scatter(self, dim, index, src, nullptr, kAdd, out))
 ACLNN(aclnnScatter, (In self, int64_t dim, In index, In src, int64_t mode, Out out),
       scatter(self, dim, index, src, nullptr, mode, out))
 ACLNN(aclnnScatterValue, (In self, int64_t dim, In index, Num value, int64_t mode, Out out),

@@ -125,8 +125,8 @@ Kernel binary(In self, In other, Out out, Dtypes allowed, F f) {
                  [&](auto c) { return map<decltype(c), 2>(y, {a, b}, f); });
 }
 
-// How an operator of CANN uses a number: as an element of a tensor, rounded to its dtype; the same, but as a FLOAT beside
-// BFLOAT16; or as the DOUBLE or INT64 that it is, to which it brings the tensor.
+// How an operator of CANN uses a number: as an element of a tensor, rounded to its dtype; the same, but as a FLOAT
+// beside BFLOAT16; or as the DOUBLE or INT64 that it is, to which it brings the tensor.
 enum class Number { kRounded, kFloatBesideBFloat16, kExact };
 
 aclDataType dtype_of_number(Number number, aclDataType promoted, const aclScalar &scalar) {
@@ -206,7 +206,9 @@ Kernel divide_trunc(In self, Num other, Out out) {
   require_shape(y, "out", a.shape);
   require_cast(promote(a, b), y);
   const aclDataType dtype = dtype_of_quotient(a.dtype);
-  return map<float, 1>(y, {a}, [f = truncated_quotient(dtype), n = rounded<float>(b, dtype)](float x) { return f(x, n); });
+  return map<float, 1>(y, {a}, [f = truncated_quotient(dtype), n = rounded<float>(b, dtype)](float x) {
+    return f(x, n);
+  });
 }
 
 constexpr auto divide = [](auto a, auto b) { return a / b; };

@@ -272,8 +272,8 @@ Kernel cross_entropy_with_logits(In self, In target, In weight, In pos_weight, i
   if (pos_weight) p = tensor(pos_weight, "posWeight", kFloats);
   require_fits(w, "weight", x.shape);
   require_fits(p, "posWeight", x.shape);
-  const auto f = [weighted = weight != nullptr, positive = pos_weight != nullptr](float logit, float label, float factor,
-                                                                                  float of_positives) {
+  const bool weighted = weight != nullptr, positive = pos_weight != nullptr;
+  const auto f = [=](float logit, float label, float factor, float of_positives) {
     return cross_entropy_of(logit, label, positive ? of_positives : 1) * (weighted ? factor : 1);
   };
   if (reduction == kNone) return map<float, 4>(y, {x, t, w, p}, f);
