@@ -72,35 +72,26 @@ read -ra user_flags <<<"${CXXFLAGS:-}"
 flags=(-std=c++17 -fPIC -Wall -Wextra -Werror -I"$here" -isystem "$headers")
 
 # As many compilers at a time as there are processors, the largest sources first. Only operators are worth optimising.
+# xargs runs them in the foreground: a compiler in this shell's background would not hear Ctrl-C. 255 ends it at once.
 objects_runtime=()
 objects_operators=()
-running=0
-failed=0
-reap() {
-  wait -n || failed=1
-  running=$((running - 1))
-}
-compile() {  # LEVEL SOURCE OBJECT
-  [ $running -lt "$(nproc)" ] || reap
-  [ $failed = 0 ] || return 0
-  "$cxx" "$1" "${flags[@]}" "${user_flags[@]+"${user_flags[@]}"}" -c "$2" -o "$3" &
-  running=$((running + 1))
-}
+arguments=()
 while read -r source; do
   object=$work/$(basename "$source" .cpp).o
   case ${source##*/} in
     op*)
       objects_operators+=("$object")
-      compile -O2 "$source" "$object"
+      level=-O2
       ;;
     *)
       objects_runtime+=("$object")
-      compile -O1 "$source" "$object"
+      level=-O1
       ;;
   esac
+  arguments+=("$level" "${user_flags[@]+"${user_flags[@]}"}" -c "$source" -o "$object")
 done < <(stat -c '%s %n' "$here"/*.cpp | sort -rn | cut -d ' ' -f 2-)
-while [ $running -gt 0 ]; do reap; done
-[ $failed = 0 ] || exit 1
+printf '%s\0' "${arguments[@]}" | xargs -0 -P "$(nproc)" -n "$((5 + ${#user_flags[@]}))" \
+  sh -c '"$@" || exit 255' sh "$cxx" "${flags[@]}"
 
 # The rest: hooks of profiling and of CANN's log do nothing; anything else is an error that names itself.
 nm --defined-only "${objects_runtime[@]}" | awk 'NF == 3 {print $3}' | sort -u >"$work/defined"
