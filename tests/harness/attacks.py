@@ -129,7 +129,8 @@ ARCHIVES = {
     "another checkpoint before it": lambda: checkpoint(prefix=standin()),
     "a member before the first": one(checkpoint, hidden=[Member("data", b"{}")]),
     "bytes before the directory": one(checkpoint, between=bytes(99)),
-    "bytes before the directory, uncounted": lambda: checkpoint(between=bytes(99), directory_offset=len(checkpoint()) - 500),
+    "bytes before the directory, uncounted": lambda: checkpoint(
+        between=bytes(99), directory_offset=len(checkpoint()) - 500),
     "a byte after it": one(checkpoint, suffix=b"\n"),
     "a megabyte after it": one(checkpoint, suffix=bytes(1 << 20)),
     "a comment": one(checkpoint, comment=bytes(65535)),
@@ -145,7 +146,8 @@ ARCHIVES = {
         "a name for the terminal": "a\x1b[2Jb", "a name of two lines": "n\u2028ame",
         "a letter that looks like another": "p\u043elicy.pth",
     }),
-    "a letter that looks like another, in place of it": lambda: checkpoint({"data": None, "d\u0430ta": members()["data"]}),
+    "a letter that looks like another, in place of it": lambda: checkpoint(
+        {"data": None, "d\u0430ta": members()["data"]}),
     "NUL in a name": one(checkpoint, {"system_info.txt": Member("system_info.txt\0.pth")}),
     "a name that is not UTF-8": one(checkpoint, {"x": Member(b"\xff\xfe", flags=0x800)}),
     # what their headers say
@@ -252,7 +254,8 @@ SPACES = {
     **each("MultiDiscrete of {}", lambda value: with_action("multi_discrete.MultiDiscrete", nvec=value), {
         **NONSENSE, "[0 2]": "[0 2]", "no choice": "[]", "[2 ... 3]": "[2 ... 3]", "two rows": "[[1 1]\n [1 1]]",
     }),
-    **each("MultiBinary of {}", lambda value: with_action("multi_binary.MultiBinary", n=value), {**FLAT_NONSENSE, "0": 0, "3": 3}),
+    **each("MultiBinary of {}", lambda value: with_action("multi_binary.MultiBinary", n=value),
+           {**FLAT_NONSENSE, "0": 0, "3": 3}),
     "a Tuple of actions": one(with_action, "tuple.Tuple", spaces="()"),
     **each("Box action, {}", with_box_action, {
         "of the same size": {}, "bounds of NaN": {"low": "[nan nan]"}, "without bounds": {"low": None, "high": None},
