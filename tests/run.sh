@@ -14,10 +14,8 @@ use_simulator
 cd -- "$project"
 if [[ $# -eq 0 ]]; then
   "$test_python" -m ruff check --quiet .
-  "$test_python" -m mypy --no-error-summary inference.py assets/render.py
-  if command -v shellcheck >/dev/null; then
-    shellcheck tests/*.sh tests/cannsim/*.sh .ci/run
-  fi
+  "$test_python" -m mypy --no-error-summary inference.py assets/render.py tests/check_evidence.py
+  "${test_python%/*}/shellcheck" tests/*.sh tests/cannsim/*.sh tests/measure/*.sh .ci/run
 fi
 export TEST_SIMULATOR=$simulator
 # Three at a time on two cores: much of what the tests do is wait for a hold, a timeout or a signal.

