@@ -5,20 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
-from harness import evidence, support
+from harness import evidence
 from measure import sweep
 
 JOBS = 2 * (os.cpu_count() or 1)  # many of the runs wait
 
 
 @pytest.fixture(scope="module")
-def sweeper(simulator, tmp_path_factory) -> Iterator[sweep.Sweep]:
-    cli = support.Cli(simulator, tmp_path_factory.mktemp("sweep") / "project")
-    yield sweep.Sweep(cli, tmp_path_factory.mktemp("traces"))
-    cli.close()
+def sweeper(cli, tmp_path_factory) -> sweep.Sweep:
+    return sweep.Sweep(cli, tmp_path_factory.mktemp("traces"))
 
 
 def violations(outcomes) -> list[tuple[str, int, str]]:
@@ -29,10 +26,10 @@ def test_a_call_that_fails_or_hangs_ends_in_no_false_success(sweeper):
     """Some of all calls, of each that torch_npu can do without, and of each after the program's last word."""
     known = [case for case in sweeper.failures() if case.name in sweep.TOLERATED and case.nth == 1]
     last = [sweep.Case("fail", name, nth) for name, nth in sorted(sweeper.teardown())[::2]]
-    outcomes = list(sweeper.outcomes([*known, *last, *sweeper.failures()[7::97], *sweeper.hangs()[3::12]], JOBS))
+    outcomes = list(sweeper.outcomes([*known, *last, *sweeper.failures()[7::150], *sweeper.hangs()[3::15]], JOBS))
     assert violations(outcomes) == []
     assert {outcome.case.name for outcome in outcomes if outcome.code == 0} >= set(sweep.TOLERATED)
-    assert sum(outcome.code != 0 for outcome in outcomes) >= 9
+    assert sum(outcome.code != 0 for outcome in outcomes) >= 6
 
 
 def test_data_that_is_corrupted_ends_in_no_false_success(sweeper):
@@ -56,7 +53,7 @@ def test_an_upload_of_a_second_chunk_that_is_lost_is_found(sweeper):
 
 
 def test_two_things_at_once_end_in_no_false_success(sweeper):
-    outcomes = list(sweep.Pairs(sweeper, seed=0).outcomes(24, JOBS))
+    outcomes = list(sweep.Pairs(sweeper, seed=0).outcomes(16, JOBS))
     assert violations(outcomes) == []
     assert len({outcome.code for outcome in outcomes}) >= 4, "the pairs do too little"
 

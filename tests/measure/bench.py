@@ -263,7 +263,8 @@ def rows_of_forwards(directory: Path, repetitions: int) -> list[Row]:
         table.append(Row(f"warm forward, p50, {name}", ours, f"{p50['plain SB3'] * 1e6:.0f} µs",
                          timed["ratio"].get(name), limit))  # fmt: skip
         if name in speed:
-            table.append(Row(f"rows/s in batches of {BATCH}, {name}", f"{speed[name]:,.0f}", f"{speed['plain SB3']:,.0f}"))
+            table.append(Row(f"rows/s in batches of {BATCH}, {name}", f"{speed[name]:,.0f}",
+                             f"{speed['plain SB3']:,.0f}"))  # fmt: skip
     return table
 
 
@@ -302,8 +303,8 @@ def rows_of_files(directory: Path, sizes: tuple[int, ...]) -> list[Row]:
         if not first_peak:
             first_peak = cost.peak
             continue
-        table.append(Row(f"peak memory, from {sizes[0]:,} to {rows:,} rows", f"{cost.peak:.0f} MiB", f"{first_peak:.0f} MiB",
-                         cost.peak - first_peak, 64))  # fmt: skip
+        table.append(Row(f"peak memory, from {sizes[0]:,} to {rows:,} rows", f"{cost.peak:.0f} MiB",
+                         f"{first_peak:.0f} MiB", cost.peak - first_peak, 64))  # fmt: skip
         device, reference = rows / result["forward_s"], rows / result["reference"]["elapsed_s"]
         table.append(Row(f"rows/s on the device, a file of {rows:,}; beside it the reference's", f"{device:,.0f}",
                          f"{reference:,.0f}"))  # fmt: skip

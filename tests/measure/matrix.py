@@ -1,9 +1,15 @@
 """Runs the end-to-end case on the simulated NPU in one environment after the other, and prints a table of them.
 
 An environment is made in a temporary directory (TMPDIR says where; up to 8 GB) and removed before the next one, also
-when this is interrupted. pip's own variables and configuration say where packages come from. The case, through
-simulate.sh: the stand-in checkpoint and a Gaussian one made there and then, each compared with the CPU and checked by
---check.
+when this is interrupted. With --keep all of them stay in the directory that it names (40 GB), and the next call has
+nothing to install. pip's own variables and configuration say where packages come from.
+
+The case, through simulate.sh: the stand-in checkpoint and a Gaussian one made there and then, each within the tolerance
+of the float64 reference and VALID by check_evidence.py.
+
+While a run goes on it is looked at from outside: CANN's operator compiler must not have left anything there, no
+kernel_meta, no child process of the worker, no signal handler. torch_npu 2.9.0 starts that compiler when
+torch.npu.conv.allow_hf32 is set. A copy of inference.py that sets it must be caught: the look can fail.
 
 Exit code: 0 when all that could be installed is green, else 1.
 """
@@ -15,9 +21,11 @@ import contextlib
 import dataclasses
 import datetime
 import hashlib
+import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +35,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import support
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from harness import compiler, support
 
 TESTS = support.PROJECT / "tests"
 DISK_BYTES = 9 << 30
@@ -53,6 +62,18 @@ class Environment:
             raise ValueError(f"requirements.txt has no {unknown}")
         return [name + version for name, version in (pins | dict(self.changes)).items()]
 
+    @property
+    def torch(self) -> str:
+        return re.sub(r"\.post\d+$", "", self.torch_npu)
+
+    @property
+    def directory(self) -> str:
+        """The name of the directory that is kept. Those that differ in nothing but torch_npu share it."""
+        return "-".join([f"python{self.python}", f"torch{self.torch or '-newest'}", *self.changes])
+
+    def contents(self) -> dict[str, Any]:
+        return {"python": self.python, "torch": self.torch, "requirements": self.requirements()}
+
     def __str__(self) -> str:
         changes = ", ".join(f"{name}{version or ' newest'}" for name, version in self.changes.items())
         return f"Python {self.python}, torch_npu {self.torch_npu or 'newest'}, pins{changes and ' but ' + changes}"
@@ -67,10 +88,12 @@ ENVIRONMENTS = {
     "sb3-newest": Environment("3.11", "2.13.0", UNPINNED),
     "python-3.10": Environment("3.10", "2.13.0"),
     "python-3.12": Environment("3.12", "2.13.0"),
-    "python-3.13": Environment("3.13", "2.13.0"),
     "python-3.13-newest": Environment("3.13", NEWEST, UNPINNED),
-    "python-3.14-newest": Environment("3.14", NEWEST, UNPINNED),
 }
+STARTS_COMPILER = ("2.9.0",)  # releases of torch_npu in which this makes CANN start its operator compiler:
+SETTING = "torch.npu.conv.allow_hf32 = False"
+TRACES = {"child processes", "a handler for SIGINT", "a handler for SIGQUIT", "kernel_meta"}
+LOOKS = 20  # at a run that holds for a second: at least so many, else nothing was shown
 COLUMNS = ("environment", "Python", "torch", "torch_npu", "SB3", "gymnasium", "numpy", "outcome", "seconds")
 
 CUDA_NOTE = """\
@@ -80,6 +103,10 @@ index."""
 NOTE_2_9 = """\
 The x86-64 wheel of torch_npu 2.9.0 asks for torch 2.9.0+cpu, and does not ask for PyYAML, which it imports. Beside any
 other torch 2.9.0: `pip install pyyaml` and `pip install --no-deps torch_npu==2.9.0`."""
+
+NOTE_COMPILER = f"""\
+No green run shows a trace of CANN's operator compiler: {", ".join(sorted(TRACES))}.
+With torch_npu 2.9.0 and `{SETTING}` in a copy of inference.py, all of them are there."""
 
 
 class NotInstalled(Exception):
@@ -97,11 +124,12 @@ class Row:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     outcome: str = ""
     seconds: str = ""
+    looks: int = 0  # at its runs, without a trace of the operator compiler
     failed: bool = False
 
     def cells(self) -> list[str]:
         npu = self.environment.torch_npu or "newest"
-        asked = {"python": self.environment.python, "torch_npu": npu, "torch": re.sub(r"\.post\d+$", "", npu)}
+        asked = {"python": self.environment.python, "torch_npu": npu, "torch": self.environment.torch or "newest"}
         for requirement in self.environment.requirements():
             name, version = re.findall(r"^([\w-]+)(.*)$", requirement)[0]
             asked[name.replace("-", "_")] = version.removeprefix("==") or "newest"
@@ -111,9 +139,11 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("tests/matrix.sh", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("tests/measure/matrix.sh", description=__doc__.partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the environments and end")
     parser.add_argument("--only", metavar="NAME", choices=ENVIRONMENTS, action="append", help="just this; repeatable")
+    kept = "make the environments there and leave them; one that is there is used as it is, however old its newest are"
+    parser.add_argument("--keep", metavar="DIRECTORY", type=Path, help=kept)
     args = parser.parse_args()
     if args.list:
         for name, environment in ENVIRONMENTS.items():
@@ -124,12 +154,16 @@ def main() -> int:
 
     rows: list[Row] = []
     try:
-        for name in args.only or ENVIRONMENTS:
-            row = Row(name, ENVIRONMENTS[name])
-            rows.append(row)
-            say(f"{name}: {row.environment}")
-            measure(row)
-            say(f"{name}: {row.outcome}")
+        with tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as directory:
+            for name in args.only or ENVIRONMENTS:
+                row = Row(name, ENVIRONMENTS[name])
+                rows.append(row)
+                say(f"{name}: {row.environment}")
+                packages = Path(directory, "environment")
+                if args.keep:
+                    packages = args.keep.resolve() / row.environment.directory
+                measure(row, packages, Path(directory))
+                say(f"{name}: {row.outcome}")
     except KeyboardInterrupt:
         rows[-1].outcome = rows[-1].outcome or "interrupted"
         return 130
@@ -159,15 +193,17 @@ def print_table(rows: list[Row]) -> None:
         print(f"\n{CUDA_NOTE}")
     if any(row.versions.get("torch_npu") == "2.9.0" for row in rows):
         print(f"\n{NOTE_2_9}")
+    if any(row.environment.torch_npu in STARTS_COMPILER and row.outcome == "green" for row in rows):
+        print(f"\n{NOTE_COMPILER}")
 
 
-def measure(row: Row) -> None:
+def measure(row: Row, packages: Path, directory: Path) -> None:
     try:
-        with tempfile.TemporaryDirectory(prefix="matrix-", ignore_cleanup_errors=True) as name:
-            directory = Path(name)
-            python = install(row.environment, directory)
-            run_case(row, python, directory)
+        python = install(row.environment, packages)
+        with tempfile.TemporaryDirectory(dir=directory) as name:
+            run_case(row, python, Path(name))
         row.outcome = "green"
+        say(f"{row.name}: no trace of CANN's operator compiler in {row.looks} looks at its runs")
     except NotInstalled as reason:
         row.outcome = f"not installed: {reason}"
     except Failed as reason:
@@ -178,30 +214,44 @@ def measure(row: Row) -> None:
 
 
 def install(environment: Environment, directory: Path) -> Path:
-    """A virtual environment with the packages. Returns its interpreter."""
-    base = find_python(environment.python)
-    if shutil.disk_usage(directory).free < DISK_BYTES:
-        raise NotInstalled(f"less than {DISK_BYTES >> 30} GB are free in {tempfile.gettempdir()}")
-    python = directory / "venv/bin/python3"
-    code, output = run([base, "-m", "venv", directory / "venv"], INSTALL_TIMEOUT_S)
-    if code:
-        raise NotInstalled(last_line(output))
+    """Makes the directory a virtual environment with the packages. Returns its interpreter."""
+    python = directory / "bin/python3"
+    record = directory / "installed.json"  # written last
+    contents, torch_npu = json.loads(record.read_text(encoding="utf-8")) if record.exists() else (None, None)
+    alike = contents == environment.contents()
+    if alike and torch_npu == environment.torch_npu:
+        return python
+    record.unlink(missing_ok=True)
+
     pip = [python, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     pip += ["--only-binary=:all:"]  # else a release without a wheel is compiled, or fails to be, for long
-    requirements = environment.requirements()
+    # The wheel of 2.9.0 for x86-64 asks for torch 2.9.0+cpu, which the package index has not, and does not ask for
+    # PyYAML, which it imports.
+    commands = [[*pip, "--no-deps", f"torch_npu=={environment.torch_npu}"],
+                [*pip, f"torch=={environment.torch}", "pyyaml", *environment.requirements()]]  # fmt: skip
     if environment.torch_npu == NEWEST:
-        commands = [[*pip, "torch_npu", *requirements]]
+        commands = [[*pip, "torch_npu", *environment.requirements()]]
+    if alike:
+        commands = commands[:1]  # gigabytes less to download
     else:
-        # The wheel of 2.9.0 for x86-64 asks for torch 2.9.0+cpu, which the package index has not, and does not ask for
-        # PyYAML, which it imports.
-        torch = re.sub(r"\.post\d+$", "", environment.torch_npu)
-        commands = [[*pip, "--no-deps", f"torch_npu=={environment.torch_npu}"],
-                    [*pip, f"torch=={torch}", "pyyaml", *requirements]]  # fmt: skip
+        make_environment(environment.python, directory)
     for command in commands:
         code, output = run(command, INSTALL_TIMEOUT_S)
         if code:
             raise NotInstalled(why_not(output, environment.python))
+    record.write_text(json.dumps([environment.contents(), environment.torch_npu]), encoding="utf-8")
     return python
+
+
+def make_environment(version: str, directory: Path) -> None:
+    base = find_python(version)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(directory.parent).free < DISK_BYTES:
+        raise NotInstalled(f"less than {DISK_BYTES >> 30} GB are free in {directory.parent}")
+    code, output = run([base, "-m", "venv", directory], INSTALL_TIMEOUT_S)
+    if code:
+        raise NotInstalled(last_line(output))
 
 
 def find_python(version: str) -> Path:
@@ -237,52 +287,88 @@ def last_line(output: str) -> str:
 
 
 def run_case(row: Row, python: Path, directory: Path) -> None:
-    simulate(python, "--help")  # builds the simulator, so that the run alone is timed
-    result = good_run(python, directory / "standin")
+    # The simulator is built first, so that the run alone is timed.
+    code, output = run(["bash", "-c", f"source {shlex.quote(str(TESTS / 'setup.sh'))} && setup_runtime"], RUN_TIMEOUT_S,
+                       {"PYTHON": str(python)})  # fmt: skip
+    if code:
+        raise Failed(f"setup: {last_line(output)}")
+    result = good_run(row, python, directory / "standin")
     row.seconds = f"{result['total_s']:.1f}"
     row.versions = result["versions"]
     if result["action"] != [0] or abs(result["value"][0][0] - VALUE) > 1e-3:
         raise Failed(f"action {result['action']}, value {result['value']}")
 
     checkpoint = directory / "gaussian.zip"
-    make = "import sys, pathlib, checkpoints as c; c.make(c.KINDS['box'], pathlib.Path(sys.argv[1]))"
+    make = "import sys; from harness import checkpoints as c; c.make(c.KINDS['box'], c.Path(sys.argv[1]))"
     environment = {"PYTHONPATH": str(TESTS), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     code, output = run([python, "-c", make, checkpoint], RUN_TIMEOUT_S, environment)
     if code:
         raise Failed(f"SB3 cannot make a Gaussian checkpoint: {last_line(output)}")
     digest = hashlib.sha256(checkpoint.read_bytes()).hexdigest()
-    result = good_run(python, directory / "gaussian", "--checkpoint", checkpoint, "--sha256", digest,
+    result = good_run(row, python, directory / "gaussian", "--checkpoint", checkpoint, "--sha256", digest,
                       "--observation", "[0.5, -1.0, 2.0, -0.25]")  # fmt: skip
     if not result["mean"] or not result["std"]:
         raise Failed("a Gaussian checkpoint without mean and std")
+    if row.environment.torch_npu in STARTS_COMPILER:
+        see_compiler(row, python, directory)
 
 
-def good_run(python: Path, log_dir: Path, *args: object) -> dict[str, Any]:
-    """A run of inference.py that is good by its exit code, by its evidence and by --check."""
-    code, output = simulate(python, "--log-dir", log_dir, "--hold-seconds", 1, "--compare-cpu", *args)
+def good_run(row: Row, python: Path, log_dir: Path, *args: object) -> dict[str, Any]:
+    """A run of inference.py that is good by its exit code, by its evidence, by the checker, and seen from outside."""
+    with compiler.Watch(log_dir, log_dir.parent) as watch:
+        code, output = simulate(python, "--log-dir", log_dir, "--hold-seconds", 1, *args, cwd=log_dir.parent)
     if code:
         raise Failed(f"exit code {code}: {last_line(output)}")
+    if watch.found or watch.looks < LOOKS:
+        for child in sorted(watch.children):
+            say(f"{row.name}: a child process: {child}")
+        raise Failed(f"seen in {watch.looks} looks: {', '.join(sorted(watch.found)) or 'too few'}")
+    row.looks += watch.looks
     result = support.read_result(log_dir)
     gates = {
         "simulated": result["simulated"],
         "all_params_on_npu": result["all_params_on_npu"],
         "all_outputs_on_npu": result["all_outputs_on_npu"],
         "pid_found": result["npu_smi"]["pid_found"],
-        "within_tolerance": result["cpu_reference"]["within_tolerance"],
+        "within_tolerance": result["reference"]["within_tolerance"],
     }
     if bad := [name for name, good in gates.items() if good is not True]:
         raise Failed(f"not true: {', '.join(bad)}")
-    code, output = simulate(python, "--check", log_dir)
+    named = args[1] if args else support.PROJECT / support.STANDIN
+    code, output = run([python, TESTS / "check_evidence.py", log_dir, "--checkpoint", named], RUN_TIMEOUT_S)
     if code or output.splitlines()[-1] != "VALID":
-        raise Failed(f"--check: {last_line(output)}")
+        failed = [line for line in output.splitlines() if line.startswith("FAIL")]
+        raise Failed(f"check_evidence.py: {(failed or [last_line(output)])[0]}")
     return result
 
 
-def simulate(python: Path, *args: object) -> tuple[int, str]:
-    return run([TESTS / "simulate.sh", *args], RUN_TIMEOUT_S, {"PYTHON": str(python)})
+def see_compiler(row: Row, python: Path, directory: Path) -> None:
+    """A copy of inference.py that sets what it must leave alone has the traces that no run has."""
+    before = '    return {**settings, "allow_hf32_conv"'
+    source = (support.PROJECT / "inference.py").read_text(encoding="utf-8")
+    if source.count(before) != 1:
+        raise Failed(f"inference.py has no line {before.strip()!r} to put {SETTING!r} before")
+    copy, log_dir = directory / "copy/inference.py", directory / "copy/logs"
+    copy.parent.mkdir()
+    copy.write_text(source.replace(before, f"    {SETTING}\n{before}"), encoding="utf-8")
+    standin = support.PROJECT / support.STANDIN
+    command = [python, copy, "--checkpoint", standin, "--sha256", support.STANDIN_SHA256, "--log-dir", log_dir,
+               "--hold-seconds", 1]  # fmt: skip
+    shell = f"source {shlex.quote(str(TESTS / 'setup.sh'))} && setup_runtime && use_simulator && exec \"$@\""
+    with compiler.Watch(log_dir, copy.parent) as watch:
+        code, output = run(["bash", "-c", shell, "bash", *command], RUN_TIMEOUT_S, {"PYTHON": str(python)}, copy.parent)
+    say(f"{row.name}: with {SETTING}: exit code {code}, seen: {', '.join(sorted(watch.found)) or 'nothing'}")
+    if missed := TRACES - watch.found:
+        raise Failed(f"with {SETTING} not seen: {', '.join(sorted(missed))} (exit code {code}: {last_line(output)})")
 
 
-def run(command: list[Any], timeout: float, variables: Mapping[str, str] | None = None) -> tuple[int, str]:
+def simulate(python: Path, *args: object, cwd: Path) -> tuple[int, str]:
+    return run([TESTS / "simulate.sh", *args], RUN_TIMEOUT_S, {"PYTHON": str(python)}, cwd)
+
+
+def run(
+    command: list[Any], timeout: float, variables: Mapping[str, str] | None = None, cwd: Path = support.PROJECT
+) -> tuple[int, str]:
     """Exit code and output. The command gets a session of its own, which ends with it or with this process."""
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -290,7 +376,7 @@ def run(command: list[Any], timeout: float, variables: Mapping[str, str] | None 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=support.clean_environment() | dict(variables or {}),
-        cwd=support.PROJECT,
+        cwd=cwd,
         text=True,
         errors="replace",
         start_new_session=True,

@@ -3,15 +3,15 @@
 
     python3 tests/measure/sweep.py [--only fail|corrupt|random ...] [--cases N] [--seed S] [--jobs N] [--table FILE]
 
-A good run on the simulated NPU is traced: each API call, each GetWorkspaceSize, each launch, and each execution and copy
-on the device. Then the program runs once more for each of these cases:
+A good run on the simulated NPU is traced: each API call, each GetWorkspaceSize, each launch, each execution and copy on
+the device. Then the program runs once more for each of these cases:
 
   fail     every call of the trace fails, one in each run; one call of each name never returns
   corrupt  every execution of a kernel and every copy delivers wrong data and reports success, once and every time, in
-           each way that the simulator knows; on checkpoints with Discrete, Box and MultiDiscrete actions, and the copies
-           of a file of two chunks
-  random   two things at once, N pairs drawn by a seed: faults of the device, signals, limits, a bad npu-smi, output that
-           nobody reads, a stranger's files in the place of the evidence
+           each way that the simulator knows; on checkpoints with Discrete, Box and MultiDiscrete actions, and the
+           copies of a file of two chunks
+  random   two things at once, N pairs drawn by a seed: faults of the device, signals, limits, a bad npu-smi, output
+           that nobody reads, a stranger's files in the place of the evidence
 
 A false success is an exit code 0 with an output outside the tolerance of a float64 reference that is computed here, by
 torch, and not by inference.py; or one of a run in which a call failed that the NPU's answer depends on. Besides, a run
@@ -56,7 +56,7 @@ TOLERANCE = 1e-3  # the program's own, stated again: absolute, relative above 1
 TIMEOUT_S = 60  # of a run in which nothing hangs: it never gets near
 HANG_TIMEOUT_S = 3  # of a stage, of which none takes that long
 LATE_S = 2  # by which a stage may outlive the timeout
-NPU_SMI_S = 20  # for which the program waits for npu-smi, once before the device is taken and once in the hold
+NPU_SMI_S = 4  # that a slow npu-smi takes, more than the timeout: it is not the device that is late
 HANGING_JOBS = 6  # as many at a time for each processor: they wait
 
 # Calls that torch_npu makes for itself and whose failure it passes over. A run in which one of them failed may end
@@ -301,7 +301,8 @@ class Sweep:
 
     def outcome(self, case: Case) -> Outcome:
         of = self.subjects[case.subject]
-        result, trace = self.run(case.label, of, case.environment, HANG_TIMEOUT_S if case.kind == "hang" else TIMEOUT_S)
+        timeout_s = HANG_TIMEOUT_S if case.kind == "hang" else TIMEOUT_S
+        result, trace = self.run(case.label, of, case.environment, timeout_s)
         log_dir = self.log_dir(case.label)
         found = evidence.problems(result, log_dir)
         error: dict[str, str] = {}
@@ -317,7 +318,7 @@ class Sweep:
             expected = 6 if case.kind == "hang" else evidence.STAGE_CODES.get(error.get("stage", ""))
             if result.code != expected:
                 found.append(f"exit code {result.code} of stage {error.get('stage')}")
-            found += too_late(log_dir, HANG_TIMEOUT_S if case.kind == "hang" else TIMEOUT_S)
+            found += too_late(log_dir, timeout_s)
         shutil.rmtree(log_dir, ignore_errors=True)
         stage, message = error.get("stage", ""), error.get("message", "")
         return Outcome(case, result.code, stage, message, tuple(found), result.seconds, effect)
@@ -350,7 +351,10 @@ class Sweep:
 
 
 def delivers(name: str, copies_alone: bool) -> bool:
-    return name == "aclrtMemcpy" or name.startswith("exec:aclrtMemcpy") or name.startswith("exec:") and not copies_alone
+    """Whether a call of the trace writes to memory: a copy, or the execution of a kernel."""
+    if name == "aclrtMemcpy" or name.startswith("exec:aclrtMemcpy"):
+        return True
+    return name.startswith("exec:") and not copies_alone
 
 
 def corruptible(name: str) -> str:
@@ -399,7 +403,7 @@ class Plan:
 
 PLANTED = ("directory", "link", "pipe", "file")
 NPU_SMIS = {
-    "hang": "exec sleep 600", "error": "echo dcmi error; exit 1", "nothing": "exit 0", "flood": "exec yes",
+    "slow": f"exec sleep {NPU_SMI_S}", "error": "echo dcmi error; exit 1", "nothing": "exit 0", "flood": "exec yes",
     "lost child": "setsid sleep 600 >/dev/null 2>&1 &",
 }  # fmt: skip
 
@@ -493,7 +497,8 @@ class Pairs:
             error = support.read_result(log_dir)["error"] or {}
         shutil.rmtree(log_dir, ignore_errors=True)
         precious.unlink()
-        return Outcome(case, result.code, error.get("stage", ""), error.get("message", ""), tuple(found), result.seconds)
+        stage, message = error.get("stage", ""), error.get("message", "")
+        return Outcome(case, result.code, stage, message, tuple(found), result.seconds)
 
     def run(self, plan: Plan, of: Subject, log_dir: Path) -> tuple[support.Result, list[str]]:
         environment = {**self.sweep.environment, **plan.environment}
@@ -501,7 +506,7 @@ class Pairs:
             environment["PATH"] = f"{self.sweep.directory / 'odd' / plan.npu_smi}{os.pathsep}{os.environ['PATH']}"
         late = []
         with contextlib.ExitStack() as stack:
-            streams = {name: stack.enter_context(full_pipe()) for name in plan.unread}
+            streams = {name: stack.enter_context(faults.full_pipe()) for name in plan.unread}
             process = self.sweep.cli.start(*of.arguments, "--timeout-seconds", HANG_TIMEOUT_S, "--log-dir", log_dir,
                                            env=environment, rlimits=plan.rlimits, **streams)  # fmt: skip
             started = time.monotonic()
@@ -517,7 +522,10 @@ class Pairs:
 
     def problems(self, plan: Plan, of: Subject, result: support.Result, log_dir: Path) -> list[str]:
         if result.code < 0:  # killed: what is left of it is nothing, or nobody's success
-            found = [f"left running: {left}"] if (left := evidence.processes_of(result)) else []
+            left = evidence.processes_of(result)
+            for pid in left if plan.npu_smi == "lost child" else []:  # nobody was left to end it
+                os.kill(pid, signal.SIGKILL)
+            found = [f"left running: {left}"] if left and plan.npu_smi != "lost child" else []
             killed = {-number for _, number, whom in plan.signals if whom == "supervisor"}
             return found + ([] if result.code in killed else [f"ended by signal {-result.code}"])
         found = [problem for problem in evidence.problems(result, log_dir) if not excused(problem, plan, result.code)]
@@ -539,10 +547,10 @@ class Pairs:
 
 def excused(problem: str, plan: Plan, code: int) -> bool:
     """What the two things themselves bring about."""
-    if "RLIMIT_FSIZE" in plan.rlimits or "stderr" in plan.unread:  # stderr is a file here, or a pipe that is full
-        if problem.startswith("on stderr"):
-            return True
-    if code in (7, 1, 5) and problem == f"exit code {code} and no {evidence.RESULT}":
+    lost = "RLIMIT_FSIZE" in plan.rlimits or "stderr" in plan.unread  # stderr is a file here, or a pipe that is full
+    if lost and problem.startswith("on stderr"):
+        return True
+    if code > 0 and problem == f"exit code {code} and no {evidence.RESULT}":
         return bool(plan.rlimits or plan.planted)
     return bool(plan.planted) and problem.startswith("left in the log directory")
 
@@ -570,29 +578,19 @@ def send(process: support.Process, number: int, whom: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-@contextlib.contextmanager
-def full_pipe() -> Iterator[Any]:
-    """A pipe that nobody reads and that takes no byte more."""
-    read, write = os.pipe()
-    with os.fdopen(read, "rb"), os.fdopen(write, "wb", buffering=0) as file:
-        os.set_blocking(write, False)
-        with contextlib.suppress(BlockingIOError):
-            while file.write(bytes(65536)):
-                pass
-        os.set_blocking(write, True)
-        yield file
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What came of it
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = ("kind", "checkpoint", "call", "nth", "how", "exit_code", "stage", "verdict", "message", "seconds")
 
 
 def write_table(path: Path, outcomes: list[Outcome]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", newline="") as file:
         table = csv.writer(file, dialect="excel-tab", lineterminator="\n")
-        table.writerow(["kind", "checkpoint", "call", "nth", "how", "exit_code", "stage", "verdict", "message", "seconds"])
+        table.writerow(COLUMNS)
         for o in outcomes:
             fields = (o.case.kind, o.case.subject, o.case.name, o.case.nth or "all", o.case.how, o.code, o.stage,
                       o.verdict, o.message, f"{o.seconds:.2f}")  # fmt: skip
