@@ -75,7 +75,7 @@ def test_every_kind_of_action_can_be_measured(run, tmp_path, name):
 @pytest.mark.parametrize("size", [1e-9, 1e30])
 def test_observations_of_any_size_can_be_measured(run, size):
     """The passes vary them, by more than float32 rounds away and without overflow."""
-    done, result = run("--observation", json.dumps([size] * 4), "--tolerance", "1e30", "--benchmark", 1)
+    done, _ = run("--observation", json.dumps([size] * 4), "--tolerance", "1e30", "--benchmark", 1)
     assert done.code == 0, done.stderr
 
 

@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from harness import evidence, faults, support
+from harness import evidence, support
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +117,6 @@ def test_a_program_without_a_file_of_its_own_refuses(cli, tmp_path):
     replaced = cli.project / "replaced.py"
     replaced.write_text(f"import os\nwith open(__file__, 'w') as own: own.write('another')\n"
                         f"exec(compile({(cli.project / 'inference.py').read_text()!r}, __file__, 'exec'))\n")
-    result = cli.cold("--log-dir", tmp_path / "logs", script=replaced)
+    result = cli.cold(*support.STANDIN_ARGS, "--log-dir", tmp_path / "logs", script=replaced)
     assert result.code == 2 and "nothing was run" in result.stderr, result.stderr
     assert not (tmp_path / "logs").exists()

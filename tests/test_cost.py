@@ -49,10 +49,12 @@ def test_it_gives_what_plain_sb3_gives_on_the_same_npu_for_half_the_calls(cli, t
 
 def test_the_cost_of_many_rows_is_that_of_one(cli, quick, tmp_path):
     """No loop over rows: a batch of 500 launches as many kernels as one observation, in the evidence's two passes."""
-    one, many = (
-        Counter(name for name in traced(cli, quick, tmp_path, "--observation", json.dumps([[0.1, -0.2, 0.03, 0.4]] * rows))
-                if name.startswith("exec:"))
-        for rows in (1, 500))  # fmt: skip
+    launched = []
+    for rows in (1, 500):
+        observation = json.dumps([[0.1, -0.2, 0.03, 0.4]] * rows)
+        names = traced(cli, quick, tmp_path, "--observation", observation)
+        launched.append(Counter(name for name in names if name.startswith("exec:")))
+    one, many = launched
     assert many == one
     kernels = support.read_result(tmp_path / "logs")["kernels"]
     assert 10 < sum(kernels.values()) <= 21
@@ -96,7 +98,8 @@ def test_a_run_imports_nothing_that_it_does_not_need(cli, quick, tmp_path):
 
 def test_the_process_that_the_user_starts_never_imports_torch(cli, quick, tmp_path):
     """It must answer whatever the device does: CANN's libraries are not even mapped."""
-    process = cli.start(*support.STANDIN_ARGS, "--hold-seconds", 10, "--log-dir", tmp_path / "logs", cold=True, env=quick)
+    process = cli.start(*support.STANDIN_ARGS, "--hold-seconds", 10, "--log-dir", tmp_path / "logs", cold=True,
+                        env=quick)  # fmt: skip
     process.wait_for("holding")
     supervisor = Path(f"/proc/{process.pid}/maps").read_text()
     worker = Path(f"/proc/{evidence.worker_of(process)}/maps").read_text()

@@ -21,15 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import evidence, faults, support
+from harness import checkpoints, evidence, faults, support
 
 SUMS = "SHA256SUMS"
 PROMPT_S = 8.0  # for the whole of a run that fails
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory) -> dict[str, str]:
-    return faults.quick_npu_smi(tmp_path_factory.mktemp("bin"))
 
 
 @pytest.fixture
@@ -91,7 +86,7 @@ def pipe() -> Iterator[tuple[int, object]]:
 # A disk that is full
 
 
-@pytest.mark.parametrize("limit", [0, 100, 400, 1500, 3000, 1 << 20])
+@pytest.mark.parametrize("limit", [0, 400, 3000, 1 << 20])
 def test_a_limit_on_the_size_of_files_is_no_success_and_no_half_file(start, tmp_path, limit):
     with pipe() as (read, write):  # to which the limit does not apply
         result = start(rlimits={"RLIMIT_FSIZE": limit}, stderr=write).wait()
@@ -117,8 +112,8 @@ def file_system(directory: Path, options: str) -> Iterator[Path]:
 
 # Log, marker, npu-smi log and result have pages and an inode each, and so have the directory and its parent an inode.
 PAGE = os.sysconf("SC_PAGE_SIZE")
-SMALL_DISKS = {f"{pages} pages": (f"size={pages * PAGE}", pages > 3) for pages in (1, 2, 3, 4, 5)} | {
-    f"{inodes} inodes": (f"size=1m,nr_inodes={inodes}", inodes > 4) for inodes in (2, 4, 5)
+SMALL_DISKS = {f"{pages} pages": (f"size={pages * PAGE}", pages > 3) for pages in (1, 2, 3, 5)} | {
+    f"{inodes} inodes": (f"size=1m,nr_inodes={inodes}", inodes > 4) for inodes in (2, 4)
 }
 
 
@@ -165,8 +160,8 @@ def failing(*args, **kwargs):
     return real(*args, **kwargs)
 os.{name} = failing
 """
-FAILING_CALLS = [("open", 4, errno.EMFILE), ("fsync", 3, errno.EIO), ("replace", 1, errno.EIO),
-                 ("unlink", 5, errno.EROFS), ("write", 12, errno.ENOSPC), ("ftruncate", 1, errno.EIO),
+FAILING_CALLS = [("open", 6, errno.EMFILE), ("fsync", 3, errno.EIO), ("replace", 1, errno.EIO),
+                 ("unlink", 5, errno.EROFS), ("write", 24, errno.ENOSPC), ("ftruncate", 1, errno.EIO),
                  ("pipe", 1, errno.EMFILE), ("fork", 1, errno.EAGAIN)]  # fmt: skip
 
 
@@ -184,6 +179,8 @@ def test_each_system_call_on_the_evidence_may_fail(cli, quick, tmp_path, name, s
             found = [problem for problem in found if not problem.startswith("left in the log directory")]
         assert found == [], (nth, result.code, result.stderr)
         assert result.code != 1, (nth, result.stderr)
+        if name == "replace" and (log_dir / evidence.RESULT).exists():
+            assert evidence.verdict(log_dir, "--checkpoint", cli.project / support.STANDIN) in ("VALID", "FAILED RUN")
         if not trace.exists():
             break
         failed += 1
@@ -349,6 +346,20 @@ def test_of_many_runs_started_together_one_at_a_time_writes(start, tmp_path):
     assert evidence.verdict(tmp_path / "logs", "--checkpoint", support.PROJECT / support.STANDIN) == "VALID"
 
 
+def test_the_end_of_a_run_that_hangs_leaves_no_core(start):
+    """SIGABRT shows the line that hung. The memory of a process on an NPU is a gigabyte."""
+    process = start("--hold-seconds", 1, rlimits={"RLIMIT_CORE": 1 << 30})
+    process.wait_for("npu_smi captured")
+    limits = Path(f"/proc/{evidence.worker_of(process)}/limits").read_text()
+    assert re.search(r"Max core file size +0 ", limits), limits
+    assert process.wait().code == 0
+
+
+def test_a_usage_error_leaves_no_directory(start, tmp_path):
+    result = start("--observation", "[1]", log_dir=tmp_path / "a/b/c").wait()
+    assert (result.code, list(tmp_path.iterdir())) == (2, [])
+
+
 def test_what_a_killed_run_left_does_not_keep_the_directory(start, tmp_path):
     process = start("--hold-seconds", 600)
     process.wait_for("npu_smi captured")
@@ -364,7 +375,7 @@ def test_what_a_killed_run_left_does_not_keep_the_directory(start, tmp_path):
 @pytest.mark.parametrize("again", [False, True], ids=["gone", "made again by another run"])
 def test_a_run_whose_directory_was_taken_away_is_no_success(start, tmp_path, again):
     """And where another run has made it anew, that run's evidence stays as it is."""
-    process = start("--hold-seconds", 2)
+    process = start("--hold-seconds", 1.5)
     process.wait_for("npu_smi captured")
     shutil.rmtree(tmp_path / "logs")
     if again:
@@ -390,30 +401,24 @@ def old_set(cli, quick, tmp_path_factory) -> Path:
 
 
 MISTYPED = {
-    "an unknown flag": ["--hold", "1"],
-    "a flag without its value": ["--checkpoint"],
+    "a flag without its value": ["--log-dir"],
     "a flag in the place of a value": ["--checkpoint", "-h"],
-    "no number": ["--hold-seconds", "x"],
-    "no JSON": ["--observation", "[1, 2"],
-    "no slice": ["--shard", "3/2"],
     "an observation of the wrong length": ["--observation", "[1, 2, 3]"],
-    "an observation that is not finite": ["--observation", "[1, 2, 3, 1e999]"],
     "a file that is not there": ["--observations", "absent.npy"],
-    "a file of another kind": ["--observations", "README.md"],
 }
 
 
 @pytest.mark.parametrize("what", MISTYPED)
-def test_a_usage_error_writes_and_removes_nothing_and_says_that_nothing_was_run(start, cli, old_set, tmp_path, what):
-    """Also one that is found late, when the observations are read for the checkpoint's space."""
-    before = contents(old_set)
-    for log_dir in (old_set, tmp_path / "new/logs"):
-        result = start(*MISTYPED[what], log_dir=log_dir).wait()
-        [complaint] = evidence.complaints_of(result)
-        assert (result.code, "nothing was run" in complaint) == (2, True), complaint
-        assert evidence.processes_of(result) == []
-    assert contents(old_set) == before
-    assert not (tmp_path / "new/logs").exists()
+def test_a_usage_error_leaves_the_evidence_of_the_project_as_it_is(project, run_in, old_set, what):
+    """SHA256SUMS included; also an error that is found late, when the observations are read for the checkpoint."""
+    shutil.copytree(old_set, project / "logs")
+    sums = (project / SUMS).read_bytes()
+    before = contents(project / "logs")
+    result = run_in(project, *MISTYPED[what])
+    [complaint] = evidence.complaints_of(result)
+    assert (result.code, "nothing was run" in complaint) == (2, True), complaint
+    assert evidence.processes_of(result) == []
+    assert (contents(project / "logs"), (project / SUMS).read_bytes()) == (before, sums)
 
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"]], ids=str)
@@ -426,7 +431,7 @@ def test_a_question_to_the_program_leaves_the_last_run_alone(start, old_set, arg
 # Standard streams
 
 
-@pytest.mark.parametrize("closed", [[0], [1], [2], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("closed", [[1], [0, 1, 2]], ids=str)
 def test_closed_streams_change_nothing(start, tmp_path, closed):
     result = start(patch="".join(f"os.close({number})\n" for number in closed)).wait()
     assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
@@ -439,7 +444,7 @@ def test_closed_streams_of_a_shell_change_nothing(cli, quick, tmp_path):
     done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "inference.py", *arguments],
                           cwd=cli.project, env=cli.environment(quick), timeout=120)  # fmt: skip
     assert done.returncode == 0
-    assert evidence.problems(support.Result(0, "", "", 0, 0), log_dir) == []
+    assert evidence.problems(support.Result(0, "", "", -1, 0), log_dir) == []
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -462,76 +467,40 @@ def test_a_reader_that_goes_away_changes_nothing(start, tmp_path, stream):
     assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
 
 
-@contextlib.contextmanager
-def full_pipe() -> Iterator[object]:
-    """One that nobody reads and that takes no byte more."""
-    with pipe() as (_, write):
-        os.set_blocking(write.fileno(), False)
-        with contextlib.suppress(BlockingIOError):
-            while write.write(bytes(65536)):
-                pass
-        os.set_blocking(write.fileno(), True)
-        yield write
-
-
-@pytest.mark.parametrize(("stream", "fails"), [("stdout", False), ("stderr", True)])
-def test_a_reader_that_reads_nothing_stalls_nothing(start, tmp_path, stream, fails):
-    with full_pipe() as write:
-        env = {"CANNSIM_FAIL": "exec:aclnnAddmm"} if fails else {}
-        result = start(env=env, **{stream: write}).wait(30)
-    assert result.code == (6 if fails else 0)
+def test_a_reader_that_reads_nothing_stalls_no_failure(start, tmp_path):
+    with faults.full_pipe() as write:
+        result = start(env={"CANNSIM_FAIL": "exec:aclnnAddmm"}, stderr=write).wait(30)
     found = problems(result, tmp_path / "logs")
-    assert [problem for problem in found if not problem.startswith("on stderr")] == []
+    assert (result.code, [problem for problem in found if not problem.startswith("on stderr")]) == (6, [])
 
 
 def test_a_flood_that_nobody_reads_stalls_nothing_and_is_not_kept(start, tmp_path):
-    """A worker whose libraries print 64 MiB to a stderr that nobody reads: neither time nor memory goes into it."""
+    """A worker whose libraries print 64 MiB, and nobody reads: neither time nor memory goes into it."""
     flood = "if os.getpid() != supervisor: [os.write(2, bytes(1 << 16)) for _ in range(1024)]"
     patch = f"supervisor = os.getpid()\n{faults.during('forward', flood)}"
-    with full_pipe() as write:
-        result = start(patch=patch, stderr=write).wait(30)
+    with faults.full_pipe() as pipe:
+        result = start(patch=patch, stdout=pipe, stderr=pipe).wait(30)
     assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
     assert result.seconds < 20
+
+
+def test_an_observation_that_is_wide_is_cut_in_what_is_shown(cli, quick, tmp_path):
+    """300,000 numbers in a row: the log, the result and the pipe of the worker carry a thousand of each output."""
+    kind = checkpoints.Kind(checkpoints.spaces.Discrete(2), checkpoints.net(), checkpoints.box(300_000))
+    path = checkpoints.make(kind, tmp_path / "wide.zip")
+    arguments = ("--checkpoint", path, "--sha256", evidence.sha256(path), "--log-dir", tmp_path / "logs")
+    with faults.full_pipe() as write:
+        result = cli(*arguments, "--hold-seconds", 0, env=quick, stdout=write, timeout=30)
+    assert (result.code, problems(result, tmp_path / "logs")) == (0, [])
+    assert sum(file.stat().st_size for file in (tmp_path / "logs").iterdir()) < 200_000
+    stated = support.read_result(tmp_path / "logs")
+    assert (len(stated["observation"][0]), stated["observation_shape"]) == (1000, [300_000])
 
 
 def test_an_unfinished_line_of_the_worker_does_not_swallow_the_message(start, tmp_path):
     patch = faults.during("forward", "os.write(2, b'an unfinished line')")
     result = start(patch=patch, env={"CANNSIM_FAIL": "exec:aclnnAddmm"}).wait()
     assert (result.code, problems(result, tmp_path / "logs")) == (6, []), result.stderr
-
-
-# npu-smi
-
-
-def npu_smi_script(directory: Path, body: str) -> dict[str, str]:
-    directory.mkdir()
-    (directory / "npu-smi").write_text(f"#!/bin/sh\n{body}\n")
-    (directory / "npu-smi").chmod(0o755)
-    return {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}
-
-
-HEADER = "echo '| NPU Chip | Process id | Process name | Process memory(MB) |'"
-ODD_NPU_SMIS = {
-    "3000 full chips": HEADER + "\n[ $# = 1 ] || { echo call >>$0.calls; exit; }\n"
-    'awk \'BEGIN { for (n = 0; n < 24000; n++) print "| " int(n / 8) " 0 | " 4000000 + n " | x | 1 |" }\'',
-    "200 kB of spaces": HEADER + "\nprintf '| npu-smi 25.5.1 %200000s Version: %200000s |\\n' ' ' ' '",
-    "more than it may print": "exec yes",
-    "a child in a session of its own": f"{HEADER}\nsetsid sleep 600 </dev/null >/dev/null 2>&1 &\nsleep 0.1",
-    "a child that holds its output": f"{HEADER}\nsleep 600 &",
-    "binary noise": "head -c 65536 /dev/urandom",
-    "an end by a signal": "kill -SEGV $$",
-}
-
-
-@pytest.mark.parametrize("what", ODD_NPU_SMIS)
-def test_an_odd_npu_smi_is_bounded_and_never_an_error_of_the_device(start, tmp_path, what):
-    result = start(env=npu_smi_script(tmp_path / "bin", ODD_NPU_SMIS[what])).wait(30)
-    assert (result.code, problems(result, tmp_path / "logs")) == (0, []), result.stderr
-    found = support.read_result(tmp_path / "logs")["npu_smi"]
-    assert (found["pid_found"], bool(found["reason"])) == (False, True)
-    assert (tmp_path / "logs" / evidence.NPU_SMI).stat().st_size < 4 << 20
-    calls = tmp_path / "bin/npu-smi.calls"
-    assert not calls.exists() or len(calls.read_text().splitlines()) <= 8
 
 
 # The program that runs is the program that the evidence names
@@ -552,7 +521,10 @@ exec(code, {{"__name__": "__main__", "__file__": os.path.abspath("inference.py")
 """
 
 
-@pytest.mark.parametrize("other", ["'print(1)\\n'", "open('inference.py').read() + '\\nprint(1)\\n'"], ids=["other", "longer"])
+OTHERS = {"another program": "'print(1)\\n'", "a later version": "open('inference.py').read() + '\\nprint(1)\\n'"}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_a_program_that_is_replaced_while_python_reads_it_is_refused(project, cli, quick, other):
     """The race of an update with a start: the hash of a file that did not run is no evidence."""
     script = project / "start.py"
@@ -575,9 +547,9 @@ def test_a_program_that_is_replaced_after_its_start_is_named_as_it_was(project, 
     assert support.read_result(project / "logs")["script_sha256"] == sha256
 
 
-@pytest.mark.parametrize("command", ['cat inference.py | "$0" - "$@"', '"$0" <(cat inference.py) "$@"'])
-def test_a_program_out_of_a_pipe_is_refused(cli, tmp_path, command):
-    """It has no bytes that anybody could hash later."""
+def test_a_program_out_of_a_named_pipe_is_refused(cli, tmp_path):
+    """It has no bytes that anybody could hash later: python3 <(curl ...)"""
+    command = '"$0" <(cat inference.py) "$@"'
     arguments = (*support.STANDIN_ARGS, "--hold-seconds", "0", "--log-dir", str(tmp_path / "logs"))
     done = subprocess.run(["bash", "-c", command, sys.executable, *arguments], cwd=cli.project, text=True,
                           capture_output=True, env=cli.environment(), timeout=30)  # fmt: skip
@@ -592,7 +564,7 @@ def test_a_program_out_of_a_pipe_is_refused(cli, tmp_path, command):
 
 def test_weights_that_change_on_the_device_after_their_check_are_no_success(start, tmp_path):
     """One bit of one weight, in the memory of the simulated device, by another process's hand."""
-    process = start("--hold-seconds", 2, env={"CANNSIM_HBM_MB": "64"})
+    process = start("--hold-seconds", 1, env={"CANNSIM_HBM_MB": "64"})
     process.wait_for("npu_smi captured")
     flip_a_weight_on_the_device(evidence.worker_of(process))
     result = process.wait()
@@ -608,15 +580,15 @@ def flip_a_weight_on_the_device(pid: int) -> None:
     with open(f"/proc/{pid}/maps", encoding="ascii") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
         for line in maps:
             where, access, *_ = line.split()
-            if "/memfd:" in line and access == "rw-s":  # the simulator's own window on the device's memory
+            if access == "rw-s":  # the simulator's own window on the device's memory
                 start, end = (int(address, 16) for address in where.split("-"))
                 memory.seek(start)
-                at = memory.read(end - start).find(weight)
-                if at >= 0:
-                    memory.seek(start + at)
-                    memory.write(bytes([weight[0] ^ 1]))  # the last bit of the first
+                content = memory.read(end - start)
+                for match in re.finditer(re.escape(weight), content):  # also where PPO.load had it on its way
+                    memory.seek(start + match.start())
+                    memory.write(bytes([weight[0] ^ 1]))  # the last bit of the first number
                     found += 1
-    assert found == 1
+    assert found > 0
 
 
 # The environment

@@ -65,7 +65,8 @@ def run(cli, tmp_path_factory) -> Callable[..., Run]:
             env={**quick, "WATCHED_REPORT": str(report)},
         )
         path.unlink()
-        assert evidence.problems(done, logs) == [], done.stderr
+        quoted = ["the log claims success"] if b"exit_code=0" in content else []  # in the name that is refused
+        assert evidence.problems(done, logs) in ([], quoted), done.stderr
         assert report.exists(), f"the worker ended with {done.code} before it could report\n{done.stderr}"
         log = (logs / evidence.LOG).read_text(encoding="utf-8")
         return Run(content, done.code, done.stderr, log, support.read_result(logs),
@@ -143,8 +144,10 @@ def test_a_hostile_file_is_refused_by_a_run(attack, group, name):
     assert_refused(attack(getattr(attacks, group)[name]()))
 
 
-@pytest.mark.parametrize("name", ["pickles with a marker in every value", "schedules of no Python", "attributes of a model",
-                                  "weights of no device", "a weight stored by columns", "binary texts"])  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "pickles with a marker in every value", "schedules of no Python", "attributes of a model", "weights of no device",
+    "a weight stored by columns", "binary texts",
+])  # fmt: skip
 def test_an_odd_file_gives_the_outputs_of_its_weights(attack, name):
     assert_right(attack(attacks.ODD[name]()))
 
@@ -231,7 +234,10 @@ def bound_socket(path: Path) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", ["empty", "directory", "fifo", "device", "loop", "dangling", "missing", "huge", "socket"])
+KINDS_OF_FILE = ("empty", "directory", "fifo", "device", "loop", "dangling", "missing", "huge", "socket")
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILE)
 def test_what_is_not_a_checkpoint_file_is_refused_at_once(cli, tmp_path, kind):
     path = tmp_path / kind
     with contextlib.ExitStack() as stack:

@@ -1,7 +1,8 @@
-"""Mistakes that people make: each is answered in one line that names what is wrong and what to do, and costs nothing."""
+"""Mistakes that people make: each is answered in one line with what is wrong and what to do, and costs nothing."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -47,11 +48,11 @@ ARGUMENTS = {
     "a flag": ([*STANDIN, "--hold-second", "8"], 2, r"did you mean --hold-seconds\?", "--help"),
     "a flag without its value": ([*STANDIN, "--tolerance"], 2, "--tolerance: expected one argument", "--help"),
     "a path": (["--checkpoint", "modle.zip", "--sha256", "0" * 64], 3, "modle.zip: No such file",
-               "name a checkpoint with --checkpoint"),
+               "name a file with --checkpoint; a relative path counts from the current directory"),
     "another model's digest": (["--checkpoint", support.STANDIN], 3, "has 139220 bytes .* expected 139005 bytes",
-                               "--sha256 names the digest of a checkpoint of your own"),
+                               "add --sha256 [0-9a-f]{64}; otherwise fetch or copy"),
     "a folder": (["--checkpoint", "tests", "--sha256", "0" * 64], 3, "tests is not a regular file|tests: Is a dir",
-                 "name a checkpoint with --checkpoint"),
+                 "name a file with --checkpoint; a relative path counts from the current directory"),
     "a shape": ([*STANDIN, "--observation", "[0, 0, 0]"], 2, r"shape \[3\], expected \[4\]",
                 r"--observation '\[0\.0, 0\.0, 0\.0, 0\.0\]'"),
     "text for a number": ([*STANDIN, "--observation", "[a, b, c, d]"], 2, "is not JSON such as", "--help"),
@@ -69,10 +70,19 @@ def test_in_the_arguments(cli, earlier, what):
             (earlier / name).write_bytes(content)
 
 
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, rows=np.zeros((5, 4), np.float32))
+    return file.getvalue()
+
+
+NPZ = npz()
 FILES = {
-    "a header in a csv": ("rows.csv", b"cart,speed,pole,turn\n0,0,0,0\n", r"rows\.csv: .*'cart'.* row 0, column 0", CSV_CURE),
+    "a header in a csv": ("rows.csv", b"cart,speed,pole,turn\n0,0,0,0\n",
+                          r"rows\.csv: .*'cart'.* row 0, column 0", CSV_CURE),
     "a header of numbers, as pandas writes it": ("rows.csv", b"0,1,2,3\n0,0,0,0\n",
                                                  r"rows\.csv: row 0 is 0, 1, 2, .* header that pandas wrote", CSV_CURE),
+    "a .npz under the name of a .npy": ("rows.npy", NPZ, r"rows\.npy is a \.npz file", r"numpy\.save"),
     "letters": ("rows.csv", b"0,0,0,0\n0,0,O,0\n", r"rows\.csv: .*'O'.* row 1, column 2", CSV_CURE),
     "an empty field": ("rows.csv", b"0,0,0,0\n0,0,0,\n", r"rows\.csv: .* row 1, column 3", CSV_CURE),
     "an index": ("rows.csv", b"5,0,0,0,0\n6,0,0,0,0\n", r"rows\.csv has the shape \[2, 5\], expected \[N, 4\]",
@@ -127,7 +137,8 @@ def test_ctrl_c(cli, quick, tmp_path):
 def checked(directory: Path) -> subprocess.CompletedProcess[str]:
     if not CHECKER.exists():
         pytest.skip("tests/check_evidence.py is not here")
-    return subprocess.run([sys.executable, CHECKER, directory], capture_output=True, text=True, env=support.clean_environment())
+    command, environment = [sys.executable, CHECKER, directory], support.clean_environment()
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_an_edited_result_is_invalid_and_the_line_names_what_disagrees(earlier, tmp_path):

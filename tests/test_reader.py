@@ -77,6 +77,11 @@ def with_deflated_records() -> bytes:
     return checkpoint({"policy.pth": deflated(policy_records())})
 
 
+def with_commented_records() -> bytes:
+    records = [Member(name, content) for name, content in policy_records().items()]
+    return checkpoint({"policy.pth": hostile.archive(records, comment=b"zipped again")})
+
+
 def with_record_names(name_of: Callable[[int], str]) -> bytes:
     """The stand-in, with other names for its records: torch before 1.8 took addresses of memory."""
     entries, records = {}, {}
@@ -130,6 +135,7 @@ ODD: dict[str, Callable[[], bytes]] = {
     "records named by twenty digits": functools.partial(with_record_names, twenty_digits),
     "deflated members": lambda: deflated(members()),
     "deflated records": with_deflated_records,
+    "a comment of the records": with_commented_records,
     "a folder of a Mac": with_members_of_a_mac,
     "a file of its owner": lambda: checkpoint({"config.json": b"{}", "README.md": b"mine", "more.pth": b"junk"}),
     "members in reverse": in_reverse,
@@ -508,7 +514,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str | tuple[str, ...], str]] = {
         ("nvec", "action_space", "[[1 1]\\n [1 1]]"), ""),
     "bounds of actions that are left out": (
         lambda: with_action("box.Box", 2, log_std=(2,), **BOX | {"low": "[-1. ... -1.]"}),
-        "action_space has bounds that cannot be read", "SB3 has written them in part only"),
+        "action_space has bounds that cannot be read", "SB3 has written them in part, or rounded"),
     # weights
     "a tensor too few": (
         lambda: with_weights(value_net__bias=None),

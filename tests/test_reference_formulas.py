@@ -123,7 +123,8 @@ def test_files_of_earlier_releases_give_the_same(program, made, tmp_path, name, 
 ACTIVATIONS = {
     **{name: getattr(nn, name) for name in (
         "Tanh", "ReLU", "ReLU6", "LeakyReLU", "ELU", "CELU", "SELU", "GELU", "SiLU", "Mish", "Sigmoid", "LogSigmoid",
-        "Softplus", "Softsign", "Hardsigmoid", "Hardswish", "Hardtanh", "Tanhshrink", "Softshrink", "Hardshrink")},
+        "Softplus", "Softsign", "Hardsigmoid", "Hardswish", "Hardtanh", "Tanhshrink", "Softshrink", "Hardshrink",
+        "Identity")},
     "LeakyReLU, 0.2": functools.partial(nn.LeakyReLU, negative_slope=0.2),
     "ELU, 2": functools.partial(nn.ELU, alpha=2),
     "CELU, 0.3, in place": functools.partial(nn.CELU, alpha=0.3, inplace=True),

@@ -241,21 +241,21 @@ def test_a_simulated_run_says_so_wherever_one_cuts(project, good):
     for name, page in good.items():
         assert page.texts.count("SIMULATED") <= 40, name  # none across another text: `problems` has looked
         with Image.open(project.assets / name) as image:
-            pixels = np.asarray(image).astype(np.int16)
+            pixels = np.asarray(image)[::2, ::2].astype(np.int16)  # one of each point
         height, width = pixels.shape[:2]
         stamped = np.zeros((height, width), bool)
         for colour in (project.module.STAMP, project.module.SCREEN_STAMP, project.module.AMBER):
             stamped |= (abs(pixels - ImageColor.getrgb(colour)) <= 3).all(axis=2)
-        parts = [(120, top, width - 120, top + 480) for top in range(0, height - 480, 40)]
-        corners = [(left, top) for left in range(0, width - 1200, 80) for top in range(0, height - 700, 80)]
-        parts += [(left, top, left + 1200, top + 700) for left, top in corners if name != SESSION]
+        parts = [(60, top, width - 60, top + 240) for top in range(0, height - 240, 20)]
+        corners = [(left, top) for left in range(0, width - 600, 40) for top in range(0, height - 350, 40)]
+        parts += [(left, top, left + 600, top + 350) for left, top in corners if name != SESSION]
         sums = np.pad(stamped.astype(np.int32).cumsum(axis=0).cumsum(axis=1), ((1, 0), (1, 0)))
         for left, top, right, bottom in parts:
             found = sums[bottom, right] - sums[top, right] - sums[bottom, left] + sums[top, left]
-            assert found > 150, (name, left, top, right, bottom)
+            assert found > 35, (name, left, top, right, bottom)
         band = (pixels == AMBER).all(axis=2).mean(axis=1)
-        assert band[:80].min() > 0.5  # one band, at the top
-        assert band[80:].max() < 0.5
+        assert band[:40].min() > 0.5  # one band, at the top
+        assert band[40:].max() < 0.5
 
 
 def test_a_run_on_a_device_has_no_band_and_no_invented_watts(project):

@@ -47,7 +47,7 @@ def problems(result: support.Result, log_dir: Path) -> list[str]:
         if len(complaints) != 1 or "; nothing was run" not in complaints[0]:
             found.append(f"on stderr: {complaints}")
         return found
-    if not (log_dir / RESULT).exists():
+    if not (log_dir / RESULT).is_file():
         if result.code >= 0:
             found.append(f"exit code {result.code} and no {RESULT}")
         return found
@@ -63,7 +63,8 @@ def problems_of_success(result: support.Result, document: dict[str, Any], log_di
         return found
     log = (log_dir / FILES[0]).read_text()
     reference = document["reference"] or {}
-    measured = {"reference": reference.get("within_tolerance"), "pid is the supervisor's": document["pid"] == result.pid}
+    supervisors = document["pid"] == result.pid
+    measured = {"reference": reference.get("within_tolerance"), "pid is the supervisor's": supervisors}
     expected = {
         "error": None, "npu_available": True, "all_params_on_npu": True, "params_match_checkpoint": True,
         "params_match_after_forward": True, "inputs_match_host": True, "all_outputs_on_npu": True,
@@ -107,7 +108,8 @@ def complaints_of(result: support.Result) -> list[str]:
 
 
 def leftovers(log_dir: Path) -> list[str]:
-    return sorted(set(os.listdir(log_dir)) - {RESULT, OUTPUTS, *FILES}) if log_dir.is_dir() else []
+    known = {RESULT, OUTPUTS, *FILES, "README.md"}  # the last is the project's
+    return sorted(set(os.listdir(log_dir)) - known) if log_dir.is_dir() else []
 
 
 def facts(log_dir: Path) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _living(run: support.Result | support.Process) -> Iterable[int]:
     mark = f"TEST_RUN={run.mark}\0".encode()
     for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            ours = os.getsid(pid) == run.pid or bool(run.mark) and mark in Path(f"/proc/{pid}/environ").read_bytes()
+            ours = os.getsid(pid) == run.pid or (bool(run.mark) and mark in Path(f"/proc/{pid}/environ").read_bytes())
             if ours and is_alive(pid):
                 yield pid
 

@@ -1,13 +1,16 @@
-"""Brings about what cannot be brought about from outside: inference.py with one of its functions changed in memory."""
+"""Brings about what a test needs to go wrong: a hanging call, a pipe that is full, or, for what cannot be brought about
+from outside, inference.py with one of its functions changed in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import runpy
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from harness import support
 
@@ -94,3 +97,16 @@ exit 0
 """)
     script.chmod(0o755)
     return {"PATH": f"{directory}{os.pathsep}{os.environ['PATH']}"}
+
+
+@contextlib.contextmanager
+def full_pipe() -> Iterator[IO[bytes]]:
+    """The writing end of a pipe that nobody reads and that takes no byte more."""
+    read, write = os.pipe()
+    with os.fdopen(read, "rb"), os.fdopen(write, "wb", buffering=0) as file:
+        os.set_blocking(write, False)
+        with contextlib.suppress(BlockingIOError):
+            while file.write(bytes(65536)):
+                pass
+        os.set_blocking(write, True)
+        yield file

@@ -69,6 +69,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
                 os.setsid()
                 for number, file in enumerate((stdin, stdout, stderr)):
                     os.dup2(file, number)

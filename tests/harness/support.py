@@ -248,6 +248,8 @@ def _start_cold(
     command: list[str], environment: dict[str, str], cwd: Path, files: list[int], limits: dict[str, int], terminal: bool
 ) -> tuple[int, Callable[[float], int | None]]:
     def prepare() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):  # which a shell's `&`, or nohup, lets the tests ignore
+            signal.signal(number, signal.SIG_DFL)
         if terminal:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
         for name, value in limits.items():
@@ -261,7 +263,7 @@ def _start_cold(
         stdout=files[1],
         stderr=files[2],
         start_new_session=True,
-        preexec_fn=prepare if limits or terminal else None,
+        preexec_fn=prepare,
     )
 
     def poll(seconds: float) -> int | None:
