@@ -62,7 +62,7 @@ FOREIGN_FLAGS = {"--revision", "--local-dir", "--strict", "--device", "--list", 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_that_is_named_is_one_of_a_program(page):
-    known = set(PROGRAM["create_parser"]()._option_string_actions) | {"--json", "--record"}
+    known = set(PROGRAM["create_parser"]()._option_string_actions) | {"--json", "--record", "--keep"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT[page])) <= known | FOREIGN_FLAGS
 
 
