@@ -678,8 +678,7 @@ class Supervisor:
         if not answer.problem and rows is not None:
             self.pid_absent_before = not any(str(self.pid) in (row.pid, row.pid_in_container) for row in rows)
         npu_smi, driver = versions_of(answer)
-        error = re.search(r"-80\d\d", answer.text)  # of the driver
-        word = {"npu_smi": npu_smi, "driver": driver, "error": error[0] if error else ""}
+        word = {"npu_smi": npu_smi, "driver": driver, "error": driver_error_of(answer.text)}
         if not self.args.observations:
             return self.let_go(word)
         with self.evidence.create_outputs() as file:
@@ -933,6 +932,12 @@ def versions_of(answer: Answer) -> tuple[str | None, str | None]:
     """The versions of npu-smi and of the driver, from the header of `npu-smi info`."""
     match = re.search(r"npu-smi {1,9}v?(\d[\w.]{0,40}) {1,80}Version: {0,40}(\d[\w.]{0,40})", answer.text)
     return (match[1], match[2]) if match and not answer.problem else (None, None)
+
+
+def driver_error_of(npu_smi_says: str) -> str:
+    """The driver's error, such as "-8005", in what npu-smi says of a device that it cannot open."""
+    match = re.search(r"-80\d\d", npu_smi_says)
+    return match[0] if match else ""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1929,7 +1934,7 @@ def npu_hint(text: str) -> str:
 
 def no_device_hint(visible: str, driver_error: str, dev: Path = Path("/dev")) -> str:
     """Why torch_npu counts no device: it only counts, and gives no reason."""
-    if re.search(r"-80\d\d", driver_error):
+    if driver_error:
         return npu_hint(driver_error)
     devices = sorted(path.name for path in dev.glob("davinci[0-9]*"))
     options = " ".join(f"--device /dev/{name}" for name in ((devices or ["davinci0"])[0], *DEVICE_FILES))
@@ -2500,15 +2505,20 @@ def log_prob_of(checkpoint: Checkpoint, logits: Array, action: Array) -> Array:
     import numpy
 
     chosen = action.reshape(len(action), -1).astype(numpy.int64)
-    choices = numpy.array(choices_of(checkpoint.action))
     if checkpoint.action["type"] == "MultiBinary":
         exists = (chosen == 0) | (chosen == 1)
         each = -numpy.logaddexp(0, numpy.where(chosen == 1, -logits, logits))
-    else:
-        exists = (chosen >= 0) & (chosen < choices)
-        starts = numpy.cumsum(choices) - choices
-        each = numpy.take_along_axis(logits, starts + numpy.clip(chosen, 0, choices - 1), axis=1)
-    return numpy.where(exists, each, -numpy.inf).sum(axis=1)
+        return numpy.where(exists, each, -numpy.inf).sum(axis=1)
+    return of_chosen(logits, chosen, numpy.array(choices_of(checkpoint.action))).sum(axis=1)
+
+
+def of_chosen(values: Array, chosen: Array, choices: Array) -> Array:
+    """What stands in `values` for the choice of each part, (n, parts); -inf for one that does not exist."""
+    import numpy
+
+    starts = numpy.cumsum(choices) - choices
+    each = numpy.take_along_axis(values, starts + numpy.clip(chosen, 0, choices - 1), axis=1)
+    return numpy.where((chosen >= 0) & (chosen < choices), each, -numpy.inf)
 
 
 def is_likeliest(checkpoint: Checkpoint, action: Array, probs: Array) -> Array:
@@ -2519,9 +2529,8 @@ def is_likeliest(checkpoint: Checkpoint, action: Array, probs: Array) -> Array:
     if checkpoint.action["type"] == "MultiBinary":
         return (chosen == numpy.round(probs)).all(axis=1)
     choices = numpy.array(choices_of(checkpoint.action))
-    starts = numpy.cumsum(choices) - choices
-    taken = numpy.take_along_axis(probs, starts + numpy.clip(chosen, 0, choices - 1), axis=1)
-    return ((chosen >= 0) & (chosen < choices) & (taken == numpy.maximum.reduceat(probs, starts, axis=1))).all(axis=1)
+    largest = numpy.maximum.reduceat(probs, numpy.cumsum(choices) - choices, axis=1)
+    return (of_chosen(probs, chosen, choices) == largest).all(axis=1)
 
 
 SATURATED = 3.0  # where a mean is that large, atanh(tanh(mean)) is lost in float32, and a squashed log_prob with it

@@ -1054,6 +1054,15 @@ GATES: tuple[tuple[str, str, Callable[[Evidence], Problems]], ...] = (
     ("answers", "forward", gate_answers))
 
 
+def applies(gate: Callable[[Evidence], Problems], stage: str, s: Evidence) -> bool:
+    """Whether the run came far enough for a gate, and what the gate looks at is there."""
+    if not s.done(stage) or (stage == "forward" and gate is not gate_outputs and not s.shown):
+        return False
+    if gate is gate_published:
+        return s.r["published"] is not None or is_published(s)
+    return gate is not gate_answers or s.model is not None
+
+
 def check(directory: Path, checkpoint: str | None, observations: str | None) -> tuple[Json, Json]:
     """The report on one set, and its result ({} where that cannot be read)."""
     report: Json = {"directory": str(directory), "head": {}, "gates": [], "notes": [], "verdict": "INVALID"}
@@ -1066,11 +1075,7 @@ def check(directory: Path, checkpoint: str | None, observations: str | None) -> 
     for name, stage, gate in GATES:
         if failed & {"keys and types", "sizes"}:  # nothing is computed with what is malformed
             break
-        if not s.done(stage) or (stage == "forward" and gate is not gate_outputs and not s.shown):
-            continue
-        if gate is gate_answers and s.model is None:
-            continue
-        if gate is gate_published and s.r["published"] is None and not is_published(s):
+        if not applies(gate, stage, s):
             continue
         try:
             with np.errstate(all="ignore"):

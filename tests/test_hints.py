@@ -267,7 +267,7 @@ def test_the_files_in_dev_explain_why_no_device_is_counted(tmp_path, case):
     names, npu_smi_says, hint = DEVS[case]
     for name in names:
         (tmp_path / name).touch()
-    assert re.search(hint, PROGRAM["no_device_hint"]("6", npu_smi_says, tmp_path))
+    assert re.search(hint, PROGRAM["no_device_hint"]("6", PROGRAM["driver_error_of"](npu_smi_says), tmp_path))
 
 
 @pytest.mark.parametrize("closed", ["davinci0", "davinci_manager", "hisi_hdc"])
