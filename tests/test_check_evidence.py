@@ -826,6 +826,30 @@ def test_a_checkpoint_of_the_project_that_was_replaced_is_found(project):
     assert "FAIL  checkpoint: another checkpoint" in named and "not at hand" not in named
 
 
+def test_a_simulated_run_holds_no_device_open(evidence_of):
+    evidence = evidence_of("default")
+    evidence.forge_log(evidence.result | {"device_nodes": ["/dev/davinci0"]})
+    assert evidence.failed_gates() == ["device"]
+
+
+def test_the_numbers_of_devices_are_written_as_cann_reads_them(evidence_of):
+    evidence = evidence_of("default")
+    environment = evidence.result["environment"] | {"ASCEND_RT_VISIBLE_DEVICES": "\u0660"}
+    evidence.forge_log(evidence.result | {"visible_devices": "\u0660", "environment": environment})
+    assert evidence.failed_gates() == ["device"]
+
+
+def test_observations_that_are_not_looked_at_are_said_to_be_so(cli, sets, tmp_path):
+    """Rows are recomputed from the checkpoint's bytes; elsewhere than in the project those are not at hand."""
+    shutil.copy(cli.project / support.STANDIN, tmp_path / "elsewhere.zip")
+    done = cli("--checkpoint", "elsewhere.zip", "--sha256", support.STANDIN_SHA256, "--hold-seconds", 0, "--log-dir",
+               "set", "--observations", cli.project / "rows.npy", cwd=tmp_path)  # fmt: skip
+    assert done.code == 0, done.stderr
+    (tmp_path / "x.npy").write_text("not an array")
+    done = check(cli.project, tmp_path / "set", "--observations", tmp_path / "x.npy")
+    assert "NOTE  without the checkpoint, " in done.stdout and "x.npy was not looked at" in done.stdout, done.stdout
+
+
 def test_a_checkpoint_outside_the_project_is_named_as_it_was_typed(cli, tmp_path):
     shutil.copy(cli.project / support.STANDIN, tmp_path / "a.zip")
     for typed in ("./a", ".//a.zip", f"../{tmp_path.name}/./a.zip"):
@@ -1031,6 +1055,7 @@ USAGE = {
     "no observations": (["evidence/default", "--observations", "nowhere.npy"], "nowhere.npy: no such file"),
     "text": (["evidence/rows", "--observations", "README.md"], "README.md is not a .npy or .csv file of numbers"),
     "a name that lies": (["evidence/rows", "--observations", "x.npy"], "x.npy is not a .npy or .csv file of numbers"),
+    "another name that lies": (["evidence/rows", "--observations", "z.npy"], "z.npy is a .npz file"),
 }  # fmt: skip
 
 
@@ -1038,6 +1063,8 @@ USAGE = {
 def test_a_usage_error_says_so_in_one_line(cli, sets, what):
     args, words = USAGE[what]
     (cli.project / "x.npy").write_text("not an array")
+    with open(cli.project / "z.npy", "wb") as file:
+        np.savez(file, rows=np.zeros((ROWS, 4), np.float32))
     done = check(cli.project, *args, cwd=cli.project)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr and done.stderr.count("\n") == 1

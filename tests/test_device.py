@@ -56,7 +56,9 @@ NO_MODULE = "raise ModuleNotFoundError(\"No module named 'torch_npu'\", name='to
         ("no CANN", r"lib\w+\.so.*set_env\.sh"),
         ("no device", "no device"),
         ("hidden devices", "ASCEND_RT_VISIBLE_DEVICES"),
-        ("unreal device", "no device"),
+        ("unreal device", "no device.*CANNSIM_DEVICES=4"),
+        ("device in other digits", "is not an ascending list"),
+        ("abort", "ended by SIGABRT; .*CPU build"),
     ],
 )
 def test_without_an_npu_it_ends_with_a_hint_and_runs_nowhere(run, tmp_path, cause, words):
@@ -68,6 +70,8 @@ def test_without_an_npu_it_ends_with_a_hint_and_runs_nowhere(run, tmp_path, caus
         "no device": {"env": {"CANNSIM_DEVICES": "0"}},
         "hidden devices": {"env": {"ASCEND_RT_VISIBLE_DEVICES": ""}},
         "unreal device": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "3"}},
+        "device in other digits": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "\u0660"}},
+        "abort": {"patch": faults.during("import_torch_npu", "os.abort()")},
     }[cause]
     refused = run(**options)
     refused.refused(4, "verify" if cause == "no packages" else "npu", words)

@@ -179,12 +179,33 @@ def test_each_system_call_on_the_evidence_may_fail(cli, quick, tmp_path, name, s
             found = [problem for problem in found if not problem.startswith("left in the log directory")]
         assert found == [], (nth, result.code, result.stderr)
         assert result.code != 1, (nth, result.stderr)
+        if name == "fork" and result.code == 7:  # nothing was begun
+            assert not log_dir.exists()
         if name == "replace" and (log_dir / evidence.RESULT).exists():
             assert evidence.verdict(log_dir, "--checkpoint", cli.project / support.STANDIN) in ("VALID", "FAILED RUN")
         if not trace.exists():
             break
         failed += 1
     assert failed > 0
+
+
+# One short write to the log, as on a disk that is full for a moment.
+SHORT_WRITE = """
+real = os.write
+def short(fd, data):
+    if not data.startswith(b"[ready]") or b"holding" not in data or os.path.exists({trace!r}):
+        return real(fd, data)
+    open({trace!r}, "w").close()
+    return real(fd, data[:20])
+os.write = short
+"""
+
+
+def test_a_line_of_the_log_that_was_written_in_part_is_taken_back(cli, start, tmp_path):
+    result = start(patch=SHORT_WRITE.format(trace=str(tmp_path / "trace"))).wait()
+    assert (result.code, problems(result, tmp_path / "logs")) == (7, []), result.stderr
+    assert "holding" not in (tmp_path / "logs" / evidence.LOG).read_text()
+    assert evidence.verdict(tmp_path / "logs", "--checkpoint", cli.project / support.STANDIN) == "FAILED RUN"
 
 
 # Where the evidence should go
@@ -358,6 +379,28 @@ def test_the_end_of_a_run_that_hangs_leaves_no_core(start):
 def test_a_usage_error_leaves_no_directory(start, tmp_path):
     result = start("--observation", "[1]", log_dir=tmp_path / "a/b/c").wait()
     assert (result.code, list(tmp_path.iterdir())) == (2, [])
+
+
+@pytest.mark.parametrize("name", ["logs", "two\nlines", os.fsdecode(b"not UTF-8 \xff")], ids=ascii)
+def test_what_is_in_the_way_is_named_in_one_line(start, tmp_path, name):
+    (tmp_path / name / evidence.RESULT / "precious").mkdir(parents=True)
+    result = start(log_dir=tmp_path / name).wait()
+    [complaint] = evidence.complaints_of(result)
+    assert result.code == 7 and f"{evidence.RESULT} cannot be written: Is a directory" in complaint, complaint
+    result = start("--checkpoint", "nowhere.zip", log_dir=tmp_path / name).wait()
+    [complaint] = evidence.complaints_of(result)
+    assert result.code == 3 and "(no result: " in complaint, complaint
+
+
+def test_what_a_script_has_left_running_before_it_became_the_program_goes_on(cli, quick, tmp_path):
+    """Its orphans are not the run's to end."""
+    arguments = (*support.STANDIN_ARGS, "--hold-seconds", "1", "--log-dir", str(tmp_path / "logs"))
+    script = '(setsid sleep 60 & echo $! >"$1"; sleep 0.5) & shift; exec "$@"'
+    done = subprocess.run(["bash", "-c", script, "bash", tmp_path / "pid", sys.executable, "inference.py", *arguments],
+                          cwd=cli.project, env=cli.environment(quick), stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL, timeout=60)  # fmt: skip
+    assert done.returncode == 0
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)  # it is there, or this fails
 
 
 def test_what_a_killed_run_left_does_not_keep_the_directory(start, tmp_path):

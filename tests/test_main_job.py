@@ -6,6 +6,7 @@ import getpass
 import json
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -125,6 +126,15 @@ def test_the_result_has_every_key_and_the_values_of_the_standin(good):
     assert result["stages"]["ready"] >= 1
     assert result["outputs"]["value"] == {"dtype": "torch.float32", "shape": [1, 1], "device": "npu:0"}
     assert result["outputs"]["action"] == {"dtype": "torch.int64", "shape": [1], "device": "npu:0"}
+
+
+def test_the_command_that_checks_a_run_works_where_the_run_was_started(cli, quick, tmp_path):
+    standin = ("--checkpoint", cli.project / support.STANDIN, "--sha256", support.STANDIN_SHA256)
+    done = cli(*standin, "--hold-seconds", 0, "--log-dir", "my logs", cwd=tmp_path, env=quick)
+    assert done.code == 0, done.stderr
+    command = shlex.split(done.stdout.splitlines()[-1].removeprefix("check it: "))
+    checked = subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, capture_output=True, text=True)
+    assert (command[0], checked.returncode) == ("python3", 0), checked.stdout + checked.stderr
 
 
 def test_the_process_of_the_evidence_is_the_one_on_the_npu(good):

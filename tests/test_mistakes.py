@@ -55,6 +55,8 @@ ARGUMENTS = {
                  "name a file with --checkpoint; a relative path counts from the current directory"),
     "a shape": ([*STANDIN, "--observation", "[0, 0, 0]"], 2, r"shape \[3\], expected \[4\]",
                 r"--observation '\[0\.0, 0\.0, 0\.0, 0\.0\]'"),
+    "a file without its flag": ([*STANDIN, "rows.npy"], 2, r"did you mean --observations rows\.npy\?", "--help"),
+    "a model without its flag": (["my_ppo.zip"], 2, r"did you mean --checkpoint my_ppo\.zip\?", "--help"),
     "text for a number": ([*STANDIN, "--observation", "[a, b, c, d]"], 2, "is not JSON such as", "--help"),
 }  # fmt: skip
 

@@ -289,11 +289,19 @@ def test_a_choice_as_likely_as_the_references_own_is_a_tie_and_no_fault(run, tmp
     assert "action_agreement=0.0 ties=4" in log_of(tmp_path)
 
 
+ZEROS = np.zeros(4)
+
+
+# The other one of two choices, with the log-probability that it has.
+OTHER_ACTION = """args[0]["action"] = (args[0]["action"] == 0).long()
+    args[0]["log_prob"] = args[0]["logits"].gather(1, args[0]["action"][:, None])[:, 0]"""
+
+
 def test_an_action_that_the_npus_own_probabilities_do_not_choose_is_no_tie(run):
     """However large the tolerance: the stand-in's choices have 0.55 and 0.45."""
-    done, _ = run(ROWS[:1], "--tolerance", 0.3, env={"CANNSIM_CORRUPT": "exec:aclnnArgMax:*:bit"})
-    assert done.code == 6
-    assert re.search("outside the tolerance .* action;", done.stderr), done.stderr
+    done, result = run(ZEROS, "--tolerance", 0.3, patch=faults.during("side_by_side", OTHER_ACTION))
+    assert (done.code, result["action"]) == (6, [1])
+    assert re.search("outside the tolerance .*: action;", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("precision", [0, 2, 8])
@@ -342,7 +350,6 @@ def published(**changes: Any) -> str:
             f"inference.PUBLISHED = {wanted | changes!r}\n")  # fmt: skip
 
 
-ZEROS = np.zeros(4)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +374,11 @@ def test_the_pinned_checkpoint_at_zeros_is_held_against_the_published_result(run
     assert f"[published] tolerance=0.001 within_tolerance={within}" in log_of(tmp_path)
     for name in changes:
         assert name == "action" or stated["outputs"][name] > 5e-4
+
+
+def test_the_tolerance_of_the_user_counts_for_the_published_result_as_well(run):
+    done, result = run(ZEROS, "--tolerance", 0.002, patch=published(value=[[FORWARD["value"] * 1.0011]]))
+    assert (done.code, result["published"]["tolerance"]) == (0, 0.002), done.stderr
 
 
 def test_other_observations_are_not_held_against_the_published_result(run):

@@ -136,6 +136,16 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
+def test_an_action_must_be_the_npus_own_choice_even_where_the_reference_chooses_it_too(program):
+    checkpoint = program.read_checkpoint((support.PROJECT / support.STANDIN).read_bytes())
+    observations = np.zeros((1, 4), np.float32)
+    npu = program.reference_outputs(checkpoint, observations)
+    for probs, wrong in ((npu["probs"], []), (npu["probs"][:, ::-1], ["action"])):
+        comparison = program.Comparison(checkpoint, tolerance=0.3)
+        comparison.add(observations, {**npu, "probs": probs})
+        assert comparison.wrong() == wrong
+
+
 def test_every_activation_that_loads_is_compared_with_sb3(program):
     assert set(program.ACTIVATIONS) <= set(ACTIVATIONS)
 
