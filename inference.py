@@ -55,6 +55,7 @@ import errno
 import faulthandler
 import fcntl
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -80,11 +81,26 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+
+class Lazily:
+    """A module that is imported when it is first used: the supervisor needs neither numpy nor torch."""
+
+    def __init__(self, name: str) -> None:
+        self.module_name = name
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__[name] = value = getattr(importlib.import_module(self.module_name), name)
+        return value
+
+
 if TYPE_CHECKING:
     import numpy
-    import torch
+    from torch import Tensor
 
     Array = numpy.ndarray[Any, Any]
+else:
+    numpy = Lazily("numpy")
+torch: Any = Lazily("torch")
 
 VERSION = "2.0"
 SCHEMA = "npu-inference-evidence/2"
@@ -126,9 +142,7 @@ SHOWN_ROWS = 16  # in the log and the result, and
 SHOWN_NUMBERS = 1000  # no more numbers of one output than these
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Failures: one class for each exit code. `Supervisor.conclude` turns them into a message, evidence and an exit code.
-# ---------------------------------------------------------------------------------------------------------------------
+# === Failures: one class for each exit code. `Supervisor.conclude` makes a message, evidence and that code of them
 
 
 class Failure(Exception):
@@ -141,36 +155,14 @@ class Failure(Exception):
         self.hint = hint
 
 
-class InternalError(Failure):
-    code = 1
-
-
-class UsageError(Failure):
-    code = 2
-
-
-class CheckpointRejected(Failure):
-    code = 3
-
-
-class NpuUnavailable(Failure):
-    code = 4
-
-
-class LoadFailed(Failure):
-    code = 5
-
-
-class ForwardFailed(Failure):
-    code = 6
-
-
-class DeviceTimeout(Failure):
-    code = 6
-
-
-class EvidenceUnwritable(Failure):
-    code = 7
+class InternalError(Failure): code = 1
+class UsageError(Failure): code = 2
+class CheckpointRejected(Failure): code = 3
+class NpuUnavailable(Failure): code = 4
+class LoadFailed(Failure): code = 5
+class ForwardFailed(Failure): code = 6
+class DeviceTimeout(Failure): code = 6
+class EvidenceUnwritable(Failure): code = 7
 
 
 class Interrupted(Failure):
@@ -187,9 +179,7 @@ STAGE_FAILURES: dict[str, type[Failure]] = {
     "forward": ForwardFailed, "benchmark": ForwardFailed, "final": ForwardFailed}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line
-# ---------------------------------------------------------------------------------------------------------------------
+# === Command line
 
 
 class Parser(argparse.ArgumentParser):
@@ -295,9 +285,7 @@ def shown_argv(argv: list[str]) -> list[str]:
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evidence: the files of one run. All or nothing: npu_result.json with exit_code 0 is written last, and atomically.
-# ---------------------------------------------------------------------------------------------------------------------
+# === Evidence: the files of one run. All or nothing: npu_result.json with exit_code 0 is written last, and atomically.
 
 # Every key is in every result, null where it was not measured. What each means stands in logs/README.md.
 RESULT_KEYS = (
@@ -325,70 +313,63 @@ def writing(name: str) -> Iterator[None]:
 class Evidence:
     """The log, the marker, the npu-smi log, the outputs, the result and SHA256SUMS of one run.
 
-    The log is the lock of the directory. Until `begin`, nothing of an earlier run is touched, so that a mistyped
-    observation costs nobody an evidence set. All methods raise EvidenceUnwritable.
+    The log is the lock of the directory. Until `begin` it is kept in memory, and nothing of an earlier run is touched,
+    so that a mistyped observation costs nobody an evidence set. All methods raise EvidenceUnwritable.
     """
 
     def __init__(self, log_dir: str | None) -> None:
         self.dir = Path(log_dir) if log_dir else PROJECT / "logs"
         self.shown_dir = shown(self.dir, typed=log_dir)
         self.digests: dict[str, str] = {}  # of what was written, by file
-        self.log_digest = hashlib.sha256()
-        self.log_bytes = 0
+        self.text = bytearray()  # of the log
+        self.log_fd = -1
         self.begun = False
-        self.pending: list[str] = []  # lines of the log, until it is begun
+
+    def begin(self) -> None:
+        """Take the directory. From here on nothing can pass for this run's outcome but what it writes."""
+        if self.begun:
+            return
+        if self.log_fd < 0:
+            with writing(self.shown_dir):
+                self.dir.mkdir(parents=True, exist_ok=True)
+                self.log_fd = self.lock()
+        for name in (RESULT, MARKER, NPU_SMI, OUTPUTS, f".{OUTPUTS}.tmp", f".{RESULT}.tmp"):
+            with writing(f"{self.shown_dir}/{name}"):
+                (self.dir / name).unlink(missing_ok=True)
         with writing(self.shown_dir):
-            self.made = [path for path in (self.dir, *self.dir.parents) if not path.exists()]
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self.log_fd = self.lock()
+            self.update_sums({})
+            os.ftruncate(self.log_fd, 0)
+        self.begun = True
+        lines, self.text = self.text, bytearray()
+        self.append(lines)
 
     def lock(self) -> int:
         """Open the log as it is and lock it, unless another run holds it."""
         path = self.dir / LOG
-        while True:
-            if path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_nlink == 1)):
-                path.unlink()  # a link, a pipe, or another name of somebody's file: not ours to write to
-            log_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-            try:
-                fcntl.flock(log_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise EvidenceUnwritable(f"another run is writing its evidence to {self.shown_dir}",
-                                         "wait for it, or name another directory with --log-dir") from error
-            if path.exists() and os.path.samestat(os.fstat(log_fd), os.lstat(path)):
-                return log_fd
-            os.close(log_fd)  # another run replaced it between our open and our lock
+        if path.is_symlink() or (path.exists() and not (path.is_file() and path.stat().st_nlink == 1)):
+            path.unlink()  # a link, a pipe, or another name of somebody's file: not ours to write to
+        log_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        try:
+            fcntl.flock(log_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(log_fd)
+            raise EvidenceUnwritable(f"another run is writing its evidence to {self.shown_dir}",
+                                     "wait for it, or name another directory with --log-dir") from error
+        return log_fd
 
-    def begin(self) -> None:
-        """Remove what an earlier run left. From here on nothing can pass for this run's outcome but what it writes."""
-        if not self.begun:
-            for name in (RESULT, MARKER, NPU_SMI, OUTPUTS, f".{OUTPUTS}.tmp", f".{RESULT}.tmp"):
-                with writing(f"{self.shown_dir}/{name}"):
-                    (self.dir / name).unlink(missing_ok=True)
-            with writing(self.shown_dir):
-                self.update_sums({})
-                os.ftruncate(self.log_fd, 0)
-            self.begun = True
-            for line in self.pending:
-                self.log(line)
-
-    def log(self, line: str) -> None:
-        if not self.begun:
-            self.pending.append(line)
-            return
-        data = (line + "\n").encode()
-        with writing(LOG):
-            written = os.write(self.log_fd, data)
-            if written != len(data):
-                os.ftruncate(self.log_fd, self.log_bytes)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.log_digest.update(data)
-        self.log_bytes += written
+    def append(self, lines: bytes | bytearray) -> None:
+        """Lines for the log: all of them or, on a full disk, none."""
+        if self.begun:
+            with writing(LOG):
+                if os.pwrite(self.log_fd, lines, len(self.text)) < len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.text += lines
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file of the run atomically and durably."""
         with writing(name):
             replace_file(self.dir / name, data)
-        self.digests[name] = hashlib.sha256(data).hexdigest()
+        self.digests[name] = sha256_of(data)
 
     def create_outputs(self) -> IO[bytes]:
         """The file for the worker's rows of outputs, under a name of its own until it is whole."""
@@ -409,33 +390,29 @@ class Evidence:
             lines += [f"{digest}  logs/{name}".encode() for name, digest in sorted(digests.items())]
             replace_file(sums, b"".join(line + b"\n" for line in lines))
 
-    def commit(self, result: dict[str, Any], last_line: str) -> None:
+    def commit(self, result: dict[str, Any], last_line: bytes) -> None:
         """Close the log and write the result, whose rename is the commit point."""
-        end_of_log, digest_of_log = self.log_bytes, self.log_digest.copy()
+        end = len(self.text)
         try:
-            self.log(last_line)
+            self.append(last_line)
             with writing(RESULT):
                 if not os.path.samestat(os.fstat(self.log_fd), os.lstat(self.dir / LOG)):
                     raise OSError(errno.ENOENT, "the directory was taken away during the run")
                 (self.dir / f".{OUTPUTS}.tmp").unlink(missing_ok=True)  # of a run that failed
+                os.ftruncate(self.log_fd, len(self.text))  # what a full disk has left of a line
                 os.fsync(self.log_fd)
-                result["files"] = {LOG: self.log_digest.hexdigest(), **self.digests}
+                result["files"] = {LOG: sha256_of(self.text), **self.digests}
                 data = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
-                sums = {**result["files"], RESULT: hashlib.sha256(data).hexdigest()}
+                sums = {**result["files"], RESULT: sha256_of(data)}
                 replace_file(self.dir / RESULT, data, before_rename=lambda: self.update_sums(sums))
         except EvidenceUnwritable:
-            os.ftruncate(self.log_fd, end_of_log)  # the log must not claim what the result does not
-            self.log_bytes, self.log_digest = end_of_log, digest_of_log
+            del self.text[end:]  # the log must not claim what the result does not
+            os.ftruncate(self.log_fd, end)
             raise
 
-    def close(self) -> None:
-        """Give the directory back. One in which nothing was begun is left as it was found."""
-        if not self.begun and os.fstat(self.log_fd).st_size == 0:
-            (self.dir / LOG).unlink(missing_ok=True)
-            for directory in self.made:
-                if not os.listdir(directory):
-                    directory.rmdir()
-        os.close(self.log_fd)
+
+def sha256_of(data: bytes | bytearray) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def new_file(path: Path) -> IO[bytes]:
@@ -469,9 +446,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The supervisor: the process that the user starts, and the only one that writes evidence
-# ---------------------------------------------------------------------------------------------------------------------
+# === The supervisor: the process that the user starts, and the only one that writes evidence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK_S = 0.1  # for how long a signal, the deadline or the end of the worker may go unnoticed
@@ -500,6 +475,9 @@ class Stream:
         self.unread += data[:UNREAD_BYTES - len(self.unread)]
         self.flush()
 
+    def line(self, text: str) -> None:
+        self.write(one_line(text).encode() + b"\n")
+
     def flush(self, patience_s: float = 0.0) -> None:
         """Write what the reader takes, and wait for him no longer than this."""
         try:
@@ -512,9 +490,9 @@ class Stream:
 class Supervisor:
     """Follows the worker from its first message to its end, and turns what it sends into evidence."""
 
-    def __init__(self, args: argparse.Namespace, argv: list[str], evidence: Evidence, caught: list[int]) -> None:
-        self.args, self.evidence = args, evidence
-        self.caught = caught  # the signals that came
+    def __init__(self, args: argparse.Namespace, argv: list[str], caught: list[int]) -> None:
+        self.args, self.caught = args, caught  # the signals that came
+        self.evidence = Evidence(args.log_dir)
         self.out, self.err = Stream(1), Stream(2)
         self.stage = "verify"
         self.started = self.stage_started = time.monotonic()
@@ -535,9 +513,9 @@ class Supervisor:
             self.poll.register(pipe, select.POLLIN)
         self.result: dict[str, Any] = dict.fromkeys(RESULT_KEYS.split())
         self.result.update(
-            schema=SCHEMA, engine="torch_npu", script_version=VERSION, script_sha256=hashlib.sha256(SOURCE).hexdigest(),
+            schema=SCHEMA, engine="torch_npu", script_version=VERSION, script_sha256=sha256_of(SOURCE),
             argv=shown_argv(argv), cwd=shown(os.curdir, typed="outside the project"),
-            log_dir=evidence.shown_dir, started_at=self.time_at(self.started), stages={}, notes=[])
+            log_dir=self.evidence.shown_dir, started_at=self.time_at(self.started), stages={}, notes=[])
 
     def time_at(self, moment: float) -> str:
         """ISO 8601, UTC. Counted from the start on the monotonic clock, so that a clock set back breaks no order."""
@@ -559,7 +537,7 @@ class Supervisor:
             self.finish(exit_code=0)
             place = "" if self.result["cwd"] == "." else f"{PROJECT}/"
             check = shlex.join(["python3", f"{place}tests/check_evidence.py", self.args.log_dir or f"{place}logs"])
-            self.out.write((one_line(f"check it: {check}") + "\n").encode())
+            self.out.line(f"check it: {check}")
             code = 0
         except Failure as failure:
             code = self.conclude(failure)
@@ -623,7 +601,7 @@ class Supervisor:
         """What each message of the worker means."""
         kind = message["kind"]
         if kind == "stage":
-            self.enter(message["stage"], message["at_least_s"], message["at"])
+            self.enter(message["stage"], message["at_least_s"])
         elif kind == "facts":
             self.result.update(message["facts"])
         elif kind == "line":
@@ -648,23 +626,22 @@ class Supervisor:
         else:
             raise InternalError(f"the worker sent {kind!r}")
 
-    def enter(self, stage: str, at_least_s: float | None, at: float) -> None:
+    def enter(self, stage: str, at_least_s: float | None) -> None:
         """A stage begins, or its next step: the device has the full time again; None for no deadline."""
-        if stage != self.stage:
-            self.end_stage(at)
+        self.end_stage()
         self.stage = stage
         self.limit_s = math.inf if at_least_s is None else max(self.args.timeout_seconds, at_least_s)
         self.left_s = self.limit_s
 
-    def end_stage(self, at: float) -> None:
-        before = self.result["stages"].get(self.stage, 0.0)  # of an end that could not be written
-        self.result["stages"][self.stage] = round(before + at - self.stage_started, 6)
-        self.stage_started = at
+    def end_stage(self) -> None:
+        stages, now = self.result["stages"], time.monotonic()
+        stages[self.stage] = round(stages.get(self.stage, 0.0) + now - self.stage_started, 6)
+        self.stage_started = now
 
     def say(self, line: str, short: str = "") -> None:
         """One line for the log, and for stdout, where it may be shorter."""
-        self.evidence.log(one_line(line))
-        self.out.write((one_line(short or line) + "\n").encode())
+        self.evidence.append(one_line(line).encode() + b"\n")
+        self.out.line(short or line)
 
     def show(self, text: str) -> None:
         """On a terminal alone: a line that the next one overwrites."""
@@ -691,20 +668,19 @@ class Supervisor:
     def hold(self) -> None:
         """Write the marker, hold, and look for the worker's PID in npu-smi meanwhile."""
         hold_s, ready_at = self.args.hold_seconds, time.monotonic()
+        directory = self.evidence.shown_dir
         self.left_s = math.inf
         self.result.update(ready_at=self.time_at(ready_at), hold_seconds=hold_s)
         self.evidence.write(MARKER, (
             f"NPU_READY_PID={self.pid}\nDEVICE={DEVICE}\nHOLD_SECONDS={hold_s}\nREADY_AT={self.result['ready_at']}\n"
             f"SIMULATED={int(self.result['simulated'])}\n").encode())
-        self.say(f"[ready]   NPU_READY_PID={self.pid} DEVICE={DEVICE} MARKER={self.evidence.shown_dir}/{MARKER}")
+        self.say(f"[ready]   NPU_READY_PID={self.pid} DEVICE={DEVICE} MARKER={directory}/{MARKER}")
         self.say(f"[ready]   holding {hold_s}s for external npu-smi correlation ...")
         found = self.result["npu_smi"] = correlate(str(self.pid), self.pid_absent_before, self.npu_smi)
-        self.say("[ready]   npu_smi captured={captured} pid_found={pid_found} ".format_map(found)
-                 + f"log={self.evidence.shown_dir}/{NPU_SMI}")
-        self.say("[ready]   npu_smi " + ("pid_line={pid_line}" if found["pid_found"] else "reason={reason}")
-                 .format_map(found))
-        self.say("[ready]   npu_smi pid_absent_before={pid_absent_before} matched_by={matched_by} npu_id={npu_id} "
-                 "chip_id={chip_id}".format_map(found))
+        which = "pid_line={pid_line}" if found["pid_found"] else "reason={reason}"
+        for line in (f"captured={{captured}} pid_found={{pid_found}} log={directory}/{NPU_SMI}", which,
+                     "pid_absent_before={pid_absent_before} matched_by={matched_by} npu_id={npu_id} chip_id={chip_id}"):
+            self.say("[ready]   npu_smi " + line.format_map(found))
         while (left := ready_at + hold_s - time.monotonic()) > 0 and not self.result["worker_exit"]:
             self.show(f"[ready]   {math.ceil(left)} s left")
             self.pump(min(left, TICK_S))
@@ -770,12 +746,12 @@ class Supervisor:
 
     def finish(self, exit_code: int) -> None:
         """Close the evidence with this exit code. Raises EvidenceUnwritable."""
-        now = time.monotonic()
-        self.end_stage(now)
+        self.end_stage()
+        now = self.stage_started
         self.result.update(exit_code=exit_code, finished_at=self.time_at(now), total_s=round(now - self.started, 6))
         line = one_line(f"[final]   exit_code={exit_code} result_json={self.evidence.shown_dir}/{RESULT}")
-        self.evidence.commit(self.result, line)
-        self.out.write(line.encode() + b"\n")
+        self.evidence.commit(self.result, line.encode() + b"\n")
+        self.out.line(line)
 
     def conclude(self, failure: Failure) -> int:
         """End a run that failed: log, JSON and one line on stderr say so. Returns the exit code."""
@@ -790,18 +766,19 @@ class Supervisor:
             hint += "; without an NPU, try the program on the simulated one: tests/simulate.sh"
         error = {"stage": self.stage, "type": type(failure).__name__, "message": message, "hint": hint}
         self.result["error"] = error
-        stage, lost = self.stage, ""
+        where, lost = self.stage, ""
         if isinstance(failure, UsageError):  # which writes nothing and removes nothing
-            stage, lost = "usage", "; nothing was run"
+            where, lost = "usage", "; nothing was run"
         else:
             try:
                 self.evidence.begin()
                 self.say("[error]   stage={stage} type={type} message={message} hint={hint}".format_map(error))
                 self.finish(failure.code)
             except EvidenceUnwritable as unwritable:
-                lost = "" if str(unwritable) == str(failure) else f" (no result: {one_line(str(unwritable))})"
+                lost = "" if str(unwritable) == str(failure) else f" (no result: {unwritable})"
         start = "" if self.line_end == b"\n" else "\n"
-        self.err.write(f"{start}inference.py: {stage}: {message}{lost}; {hint}\n".encode())
+        self.err.write(start.encode())
+        self.err.line(f"inference.py: {where}: {message}{lost}; {hint}")
         return failure.code
 
 
@@ -842,9 +819,7 @@ def end_children(but: set[int]) -> None:
         time.sleep(0.01)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# npu-smi: is the worker in the process table of the device?
-# ---------------------------------------------------------------------------------------------------------------------
+# === npu-smi: is the worker in the process table of the device?
 
 NPU_SMI_TIMEOUT_S = 20.0  # it takes seconds on a board of many chips, and queues where others ask as well
 NPU_SMI_BYTES = 1 << 20
@@ -940,9 +915,7 @@ def driver_error_of(npu_smi_says: str) -> str:
     return match[0] if match else ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The worker: the process on the NPU. It goes through the stages straight down, and writes nothing but rows of outputs.
-# ---------------------------------------------------------------------------------------------------------------------
+# === The worker: the process on the NPU. It goes through the stages straight down, and writes only rows of outputs
 
 
 class Worker:
@@ -962,19 +935,20 @@ class Worker:
     def enter(self, stage: str, at_least_s: float | None = 0.0) -> None:
         """Name the stage, or its next step, and ask for the full time again; None for no deadline."""
         self.stage = stage
-        self.send("stage", stage=stage, at_least_s=at_least_s, at=time.monotonic())
+        self.send("stage", stage=stage, at_least_s=at_least_s)
 
     def facts(self, **facts: Any) -> None:
         self.result.update(facts)
         self.send("facts", facts=facts)
 
     def log(self, template: str, **values: Any) -> None:
-        """A line of the log, made of what was measured; on stdout, the many rows of a file are shortened."""
+        """Lines of the log, made of what was measured; on stdout, the many rows of a file are shortened."""
         values = {**self.result, **values}
-        line = template.format_map(values)
+        shortened = dict(values)
         if values.get("observations") and values["rows"] > 3:
-            values.update({name: first_rows(values[name]) for name in PER_ROW if values.get(name)})
-        self.send("line", line=line, short=template.format_map(values))
+            shortened.update({name: first_rows(values[name]) for name in PER_ROW if values.get(name)})
+        for line in template.strip("\n").split("\n"):
+            self.send("line", line=line.format_map(values), short=line.format_map(shortened))
 
     def wait_for_go(self, kind: str) -> dict[str, Any]:
         """Say that this point is reached, and wait for the supervisor's word."""
@@ -1011,14 +985,14 @@ def work(args: argparse.Namespace, worker: Worker) -> int:
             worker.log("[note]    {note}", note=note)
         worker.send("inputs are good")
         worker.enter("npu", at_least_s=120)
-        torch = take_npu(worker)
+        take_npu(worker)
         worker.enter("load", at_least_s=120)
-        policy = load(checkpoint, torch, worker)
+        policy = load(checkpoint, worker)
         worker.enter("ready")
         torch.npu.synchronize()  # npu-smi is not to be started while a copy is under way
         worker.wait_for_go("ready")
         worker.enter("forward")
-        passes = Passes(policy, torch)
+        passes = Passes(policy)
         forward(args, checkpoint, observations, passes, worker)
         if args.benchmark:
             worker.enter("benchmark")
@@ -1071,30 +1045,38 @@ def first_line(error: BaseException) -> str:
 # --- Stage verify: the checkpoint's bytes, without torch
 
 
+HEAD_LINES = """
+[inference] python            : {versions[python]}
+[inference] platform          : {versions[platform]}
+[inference] pid               : {pid}
+[inference] cwd               : {cwd}
+[inference] checkpoint        : {checkpoint[path]}
+[inference] program           : {program}
+"""
+FILE_LINES = """
+[verify]  bytes={checkpoint[bytes]} sha256={checkpoint[sha256]}
+[verify]  size_ok={checkpoint[size_ok]} sha256_ok={checkpoint[sha256_ok]}
+"""
+
+
 def verify(args: argparse.Namespace, worker: Worker) -> Checkpoint:
     """Read the checkpoint once, compare its digest, and parse it."""
     typed, pinned = args.checkpoint and with_zip(args.checkpoint), args.sha256 == CHECKPOINT_SHA256
     path = Path(typed) if typed else PROJECT / CHECKPOINT_NAME
     name = shown(path, typed)
-    worker.facts(checkpoint={"path": name, "bytes": None, "sha256": None, "size_ok": None, "sha256_ok": None})
-    worker.facts(pid=os.getpid(), versions=dict.fromkeys(VERSIONS) | {
+    file: dict[str, Any] = {"path": name, "bytes": None, "sha256": None, "size_ok": None, "sha256_ok": None}
+    worker.facts(pid=os.getpid(), checkpoint=file, versions=dict.fromkeys(VERSIONS) | {
         "python": platform.python_version(), "platform": platform.platform()})
-    program = f"{VERSION} sha256={hashlib.sha256(SOURCE).hexdigest()}"
-    for line in ("python            : {versions[python]}", "platform          : {versions[platform]}",
-                 "pid               : {pid}", "cwd               : {cwd}", "checkpoint        : {checkpoint[path]}",
-                 "program           : {program}"):
-        worker.log("[inference] " + line, cwd=shown(os.curdir, typed="outside the project"), program=program)
+    worker.log(HEAD_LINES, cwd=shown(os.curdir, typed="outside the project"),
+               program=f"{VERSION} sha256={sha256_of(SOURCE)}")
     if args.checkpoint is None and pinned and not os.path.lexists(path):
         path = fetch_checkpoint(path)
-    raw, size = read_file(path, name)
-    digest = hashlib.sha256(raw).hexdigest()
-    size_ok = len(raw) == (CHECKPOINT_BYTES if pinned else size)
-    sha256_ok = digest == args.sha256
-    worker.facts(checkpoint={"path": name, "bytes": len(raw), "sha256": digest, "size_ok": size_ok,
-                             "sha256_ok": sha256_ok})
-    worker.log("[verify]  bytes={checkpoint[bytes]} sha256={checkpoint[sha256]}")
-    worker.log("[verify]  size_ok={checkpoint[size_ok]} sha256_ok={checkpoint[sha256_ok]}")
-    if not (size_ok and sha256_ok):
+    raw = read_file(path, name)
+    size, digest = CHECKPOINT_BYTES if pinned else os.stat(path).st_size, sha256_of(raw)
+    file.update(bytes=len(raw), sha256=digest, size_ok=len(raw) == size, sha256_ok=digest == args.sha256)
+    worker.facts(checkpoint=file)
+    worker.log(FILE_LINES)
+    if not (file["size_ok"] and file["sha256_ok"]):
         open_zip(raw, "the file")  # says so when it is another kind of file
         expected = f"{CHECKPOINT_BYTES} bytes and SHA256 {CHECKPOINT_SHA256}" if pinned else f"SHA256 {args.sha256}"
         hint = FETCH_AGAIN
@@ -1146,7 +1128,7 @@ def fetch_checkpoint(path: Path) -> Path:
     except Exception as error:  # any of the hub's, the HTTP client's and the file system's
         raise CheckpointRejected(f"{CHECKPOINT_NAME} is absent, and fetching it failed: "
                                  f"{' '.join(str(error).split())[:300]}", FETCH_HINT) from error
-    if hashlib.sha256(data).hexdigest() != CHECKPOINT_SHA256:
+    if sha256_of(data) != CHECKPOINT_SHA256:
         with contextlib.suppress(OSError):
             cached.resolve().unlink()  # so that the next run asks the hub again
         raise CheckpointRejected(f"what was fetched as {CHECKPOINT_NAME} is another file", FETCH_HINT)
@@ -1156,18 +1138,17 @@ def fetch_checkpoint(path: Path) -> Path:
     return path
 
 
-def read_file(path: Path, name: str) -> tuple[bytes, int]:
-    """The file's bytes, read once, and its size."""
+def read_file(path: Path, name: str) -> bytes:
+    """The file's bytes, read once."""
     try:
         # O_NONBLOCK: opening a named pipe must not wait for a writer
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointRejected(f"{name} is not a regular file", CHECKPOINT_HINT)
-            if status.st_size > MAX_CHECKPOINT_BYTES:
-                raise CheckpointRejected(f"{name} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
-                                         "a PPO checkpoint with MlpPolicy is smaller")
-            return file.read(MAX_CHECKPOINT_BYTES + 1), status.st_size
+            require(stat.S_ISREG(status.st_mode), f"{name} is not a regular file", CHECKPOINT_HINT)
+            require(status.st_size <= MAX_CHECKPOINT_BYTES,
+                    f"{name} has {status.st_size} bytes, more than {MAX_CHECKPOINT_BYTES}",
+                    "a PPO checkpoint with MlpPolicy is smaller")
+            return file.read(MAX_CHECKPOINT_BYTES + 1)
     except OSError as error:
         hint = FETCH_HINT if path == PROJECT / CHECKPOINT_NAME else CHECKPOINT_HINT
         raise CheckpointRejected(f"{name}: {error.strerror}", hint) from error
@@ -1259,9 +1240,7 @@ def read_checkpoint(raw: bytes) -> Checkpoint:
     require(marks <= MAX_DATA_MARKS, f"data has {marks} brackets, commas and escapes, more than {MAX_DATA_MARKS}")
     settings = parsed(data)
     require(isinstance(settings, dict), "data is not a JSON object that can be read", FETCH_AGAIN)
-    checkpoint = read_settings(settings)
-    saved, records = read_policy(read_member(archive, "policy.pth", MAX_CHECKPOINT_BYTES), tensor_shapes(checkpoint))
-    return checkpoint._replace(tensors=tensors_of(saved, records))
+    return read_policy(read_member(archive, "policy.pth", MAX_CHECKPOINT_BYTES), read_settings(settings))
 
 
 def require(holds: bool, message: str, hint: str = NOT_PPO_SAVE) -> None:
@@ -1333,10 +1312,9 @@ def read_settings(data: dict[str, Any]) -> Checkpoint:
     algorithm = "TRPO" if "cg_max_steps" in data else "A2C"  # with the same policy
     require("clip_range" in data or "n_epochs" in data, f"the checkpoint is of {algorithm}, not of PPO", PPO_ONLY)
 
-    net_arch, activation, activation_kwargs, policy_kwargs = read_policy_kwargs(data["policy_kwargs"])
     checkpoint = Checkpoint(
-        {}, read_box(data["observation_space"], "observation_space"), read_action_space(data["action_space"]), net_arch,
-        activation, activation_kwargs, policy_kwargs, use_sde=data.get("use_sde", False),
+        {}, read_box(data["observation_space"], "observation_space"), read_action_space(data["action_space"]),
+        *read_policy_kwargs(data["policy_kwargs"]), use_sde=data.get("use_sde", False),
         vec_normalize=data.get("_last_original_obs") is not None)
     require(type(checkpoint.use_sde) is bool and (not checkpoint.use_sde or "box" in checkpoint.action),
             "use_sde is not true or false, or true without a Box of actions", "SB3 cannot load this either")
@@ -1386,8 +1364,9 @@ def read_box(space: dict[str, Any], what: str) -> Box:
     require(kind == "Box", f"{what} is {kind}, not Box", PPO_ONLY)
     shape = counts_of(space, what, "_shape", "shape")
     size = math.prod(shape)
-    require(0 < len(shape) <= 32 and size <= MAX_SPACE, f"{what} has {size} numbers in {len(shape)} dimensions",
-            "flatten it, or make it smaller")
+    fewest = 0 if what == "action_space" else 1
+    require(fewest <= len(shape) <= 32 and size <= MAX_SPACE,
+            f"{what} has {size} numbers in {len(shape)} dimensions", "flatten it, or make it smaller")
     text = text_of(space, "dtype")
     dtype = re.fullmatch(r"(?:<class ')?(?:numpy\.)?(bool|u?int(?:8|16|32|64)|float(?:16|32|64))_?(?:'>)?", text)
     require(dtype is not None, f"{what} has a dtype of {quoted(text)}")
@@ -1410,30 +1389,26 @@ def read_box(space: dict[str, Any], what: str) -> Box:
 def exact_bounds(printed: list[float], text: str, dtype: str, serialized: str) -> list[float]:
     """The bounds that numpy printed, by its options of that day perhaps rounded; [] where that cannot be told.
 
-    The bytes of the array stand in the serialised text, which is decoded and not run: those that print so are searched.
-    Without such a text, what was printed is all that there is.
+    The bytes of the array stand in the serialised pickle, whose opcodes are listed and not run. Without such a text,
+    what was printed is all that there is.
     """
-    import numpy
-
-    try:
-        raw = base64.b64decode(serialized)
-    except ValueError:
-        raw = b""
-    if not raw:
+    if not serialized:
         return printed
+    try:
+        arguments = [argument for _, argument, _ in pickletools.genops(base64.b64decode(serialized))]
+    except ValueError:
+        return []
     bounds = numpy.array(printed, dtype)
-    if bounds.tobytes() in raw:
+    stored = {bytes(argument) for argument in arguments
+              if isinstance(argument, (bytes, bytearray)) and len(argument) == bounds.nbytes}
+    if bounds.tobytes() in stored:
         return [float(bound) for bound in bounds]
     digits = max([len(decimals) for decimals in re.findall(r"\.(\d*)", text)], default=0)
     rounding = 0.51 * 10.0**-digits
-    found: set[tuple[float, ...]] = set()
-    for start in range(len(raw) - bounds.nbytes + 1 if len(raw) * max(256, len(printed)) < 4 * MAX_SPACE else 0):
-        window = numpy.frombuffer(raw, dtype, len(printed), start).astype(numpy.float64)
-        with numpy.errstate(all="ignore"):
-            close = numpy.isclose(window, printed, atol=rounding, rtol=rounding if "e" in text else 0.0)
-        if close.all():
-            found.add(tuple(window.tolist()))
-    return list(found.pop()) if len(found) == 1 else []
+    arrays = [numpy.frombuffer(raw, dtype).astype(numpy.float64) for raw in stored]
+    close = [array for array in arrays
+             if numpy.isclose(array, printed, atol=rounding, rtol=rounding if "e" in text else 0.0).all()]
+    return close[0].tolist() if len(close) == 1 else []
 
 
 def read_action_space(space: dict[str, Any]) -> dict[str, Any]:
@@ -1534,8 +1509,8 @@ class SavedTensor(NamedTuple):
 STORAGES = {"torch FloatStorage": "<f4", "torch DoubleStorage": "<f8", "torch HalfStorage": "<f2"}
 
 
-def read_policy(policy: bytes, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, SavedTensor], dict[str, bytes]]:
-    """The tensors of policy.pth, which must be those of the network in data, and the records that they are cut from."""
+def read_policy(policy: bytes, checkpoint: Checkpoint) -> Checkpoint:
+    """Complete the checkpoint with the tensors of policy.pth, which must be those of the network that `data` names."""
     archive = open_zip(policy, "policy.pth")
     members = archive.infolist()
     # zipfile and torch find the directory in different ways, and an archive can be made to show each another one.
@@ -1550,33 +1525,31 @@ def read_policy(policy: bytes, shapes: dict[str, tuple[int, ...]]) -> tuple[dict
         saved = read_pickle(read_member(archive, f"{root}/data.pkl", MAX_PICKLE_BYTES))
     except (ValueError, TypeError, KeyError, IndexError) as error:  # an opcode found something else than it needs
         raise CheckpointRejected("policy.pth has a pickle that torch.save did not write", FETCH_AGAIN) from error
-    compare_shapes(saved, shapes)
+    require(type(saved) is dict and all(type(tensor) is SavedTensor for tensor in saved.values()),
+            "policy.pth is not a dictionary of tensors")
+    compare_shapes(saved, tensor_shapes(checkpoint))
     records: dict[str, bytes] = {}
     for tensor in saved.values():
         record = tensor.storage[1]
         if record not in records:  # tensors may share one
             left = MAX_CHECKPOINT_BYTES - sum(map(len, records.values()))
             records[record] = read_member(archive, f"{root}/data/{record}", left)
-    return saved, records
+    return checkpoint._replace(tensors={name: tensor_of(name, tensor, records) for name, tensor in saved.items()})
 
 
-def tensors_of(saved: dict[str, SavedTensor], records: dict[str, bytes]) -> dict[str, Array]:
-    import numpy
-
-    tensors = {}
-    for name, ((dtype, record, size), offset, shape, strides) in saved.items():
-        width = numpy.dtype(dtype).itemsize
-        require(len(records[record]) == width * size, f"policy.pth has a record of another size for {name}",
-                FETCH_AGAIN)
-        try:  # numpy refuses what reaches beyond the record
-            view: Array = numpy.ndarray(shape, dtype, records[record], width * offset, [width * s for s in strides])
-        except (ValueError, OverflowError) as error:
-            raise CheckpointRejected(f"policy.pth has {name} beyond the end of its record", FETCH_AGAIN) from error
-        with numpy.errstate(over="ignore"):  # float64 beyond the range of float32
-            tensors[name] = numpy.array(view, dtype=numpy.float32, order="C")
-        require(bool(numpy.isfinite(tensors[name]).all()), f"policy.pth has NaN or infinite weights in {name}",
-                "the training has diverged: take an earlier checkpoint")
-    return tensors
+def tensor_of(name: str, saved: SavedTensor, records: dict[str, bytes]) -> Array:
+    (dtype, record, size), offset, shape, strides = saved
+    width = numpy.dtype(dtype).itemsize
+    require(len(records[record]) == width * size, f"policy.pth has a record of another size for {name}", FETCH_AGAIN)
+    try:  # numpy refuses what reaches beyond the record
+        view: Array = numpy.ndarray(shape, dtype, records[record], width * offset, [width * s for s in strides])
+    except (ValueError, OverflowError) as error:
+        raise CheckpointRejected(f"policy.pth has {name} beyond the end of its record", FETCH_AGAIN) from error
+    with numpy.errstate(over="ignore"):  # float64 beyond the range of float32
+        tensor = numpy.array(view, dtype=numpy.float32, order="C")
+    require(bool(numpy.isfinite(tensor).all()), f"policy.pth has NaN or infinite weights in {name}",
+            "the training has diverged: take an earlier checkpoint")
+    return tensor
 
 
 def read_pickle(pickled: bytes) -> Any:
@@ -1650,10 +1623,8 @@ def result_of(function: Any, arguments: Any) -> Any:
     return SavedTensor((dtype, record, size), offset, tuple(shape), tuple(strides))
 
 
-def compare_shapes(saved: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Refuse the first tensor that is not of the network in `data`."""
-    require(type(saved) is dict and all(type(tensor) is SavedTensor for tensor in saved.values()),
-            "policy.pth is not a dictionary of tensors")
+def compare_shapes(saved: dict[str, SavedTensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse the first tensor that is not of the network that `data` names."""
     require(not any(name.startswith("mlp_extractor.shared_net.") for name in saved), SHARED_LAYERS,
             "train it again with SB3 2")
     for name in [*shapes, *saved]:
@@ -1674,8 +1645,6 @@ def chunk_rows(shape: tuple[int, ...]) -> int:
 
 def read_observations(args: argparse.Namespace, shape: tuple[int, ...], worker: Worker) -> Array:
     """The observations that the command line names, (n, *shape) and all finite; those of a .npy are mapped."""
-    import numpy
-
     name, first = "--observation", 0
     if args.observations is not None:
         name = shown(args.observations, typed=args.observations)
@@ -1707,8 +1676,6 @@ def read_observations(args: argparse.Namespace, shape: tuple[int, ...], worker: 
 
 def given_rows(given: Any, shape: tuple[int, ...]) -> Array:
     """--observation as an array of one or several observations."""
-    import numpy
-
     example = f"one observation: --observation '{json.dumps(numpy.zeros(shape).tolist())[:100]}'"
     try:
         rows = numpy.array(given)
@@ -1725,8 +1692,6 @@ def given_rows(given: Any, shape: tuple[int, ...]) -> Array:
 
 def read_rows(path: str, name: str, shape: tuple[int, ...]) -> Array:
     """The rows of a file: a .npy mapped, a .csv read."""
-    import numpy
-
     table_hint = 'write numbers alone: table.to_csv("rows.csv", index=False, header=False) for a pandas table'
     suffix = Path(path).suffix.lower()
     if suffix not in (".npy", ".csv"):
@@ -1768,8 +1733,6 @@ def read_rows(path: str, name: str, shape: tuple[int, ...]) -> Array:
 
 def as_float32(rows: Array) -> Array:
     """A copy of these rows of its own, as the policy takes them."""
-    import numpy
-
     with numpy.errstate(over="ignore"):
         return numpy.array(rows, dtype=numpy.float32, order="C")
 
@@ -1797,10 +1760,25 @@ REMOVED_ENVIRONMENT = (
 )
 
 
-def take_npu(worker: Worker) -> Any:
-    """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers. Returns torch."""
+NPU_LINES = """
+[npu]     is_available={npu_available} device={npu_device} name={npu_device_name}
+[npu]     device_count={device_count} CANN={versions[cann]} npu-smi={versions[npu_smi]}
+[npu]     driver={versions[driver]} stable_baselines3={versions[stable_baselines3]} \
+gymnasium={versions[gymnasium]} numpy={versions[numpy]} cloudpickle={versions[cloudpickle]}
+[npu]     visible_devices={visible_devices} device_nodes={device_nodes}
+[npu]     environment={environment}
+[npu]     determinism={determinism}
+"""
+
+
+def take_npu(worker: Worker) -> None:
+    """Import torch and torch_npu, take npu:0, and prove with a real operation that it answers."""
     visible = prepare_environment(worker)
-    torch, torch_npu = import_torch_npu()
+    try:
+        import torch_npu  # and with it torch
+    except Exception as error:  # wheels that are not a pair fail in many ways
+        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
+                             npu_hint(f"{error} {error.__cause__}")) from error
     simulator = simulator_version()
     versions = {**worker.result["versions"], "torch": torch.__version__, "torch_npu": torch_npu.__version__,
                 **{name: package_version(name) for name in PACKAGES}}
@@ -1815,7 +1793,7 @@ def take_npu(worker: Worker) -> Any:
             hint += "; the simulator has one device, 0: export CANNSIM_DEVICES=4 gives it four"
         raise NpuUnavailable("torch.npu.is_available() is False: no device", hint)
     try:
-        determinism = set_device(torch)
+        determinism = set_device()
         ones = torch.ones(4, device=DEVICE)
         answer = (ones + ones).cpu().tolist()
         torch.npu.synchronize()
@@ -1829,16 +1807,9 @@ def take_npu(worker: Worker) -> Any:
     versions.update(cann=cann, npu_smi=npu_smi["npu_smi"], driver=npu_smi["driver"])
     worker.facts(npu_device=DEVICE, npu_device_name=name + (" (simulated)" if simulator else ""), versions=versions,
                  device_count=torch.npu.device_count(), device_nodes=device_nodes(), determinism=determinism)
-    worker.log("[npu]     is_available={npu_available} device={npu_device} name={npu_device_name}")
-    worker.log("[npu]     device_count={device_count} CANN={versions[cann]} npu-smi={versions[npu_smi]}")
-    worker.log("[npu]     driver={versions[driver]} stable_baselines3={versions[stable_baselines3]} "
-               "gymnasium={versions[gymnasium]} numpy={versions[numpy]} cloudpickle={versions[cloudpickle]}")
-    worker.log("[npu]     visible_devices={visible_devices} device_nodes={device_nodes}")
-    worker.log("[npu]     environment={environment}")
-    worker.log("[npu]     determinism={determinism}")
+    worker.log(NPU_LINES)
     if simulator:
         worker.log("[npu]     SIMULATED by {simulator}: nothing in this run touched a physical NPU")
-    return torch
 
 
 def prepare_environment(worker: Worker) -> str:
@@ -1863,17 +1834,7 @@ def prepare_environment(worker: Worker) -> str:
     return visible
 
 
-def import_torch_npu() -> tuple[Any, Any]:
-    try:
-        import torch
-        import torch_npu
-    except Exception as error:  # wheels that are not a pair fail in many ways
-        raise NpuUnavailable(f"torch_npu cannot be imported: {first_line(error)}",
-                             npu_hint(f"{error} {error.__cause__}")) from error
-    return torch, torch_npu
-
-
-def set_device(torch: Any) -> dict[str, Any]:
+def set_device() -> dict[str, Any]:
     """Take npu:0 and make it deterministic. Returns the settings as they are read back."""
     torch.npu.set_device(0)
     torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms, but imports no compiler
@@ -1992,7 +1953,14 @@ def device_nodes() -> list[str]:
 # --- Stage load
 
 
-def load(checkpoint: Checkpoint, torch: Any, worker: Worker) -> Any:
+MODEL_LINES = """
+[load]    PPO.load elapsed={load_s:.4f}s device={model_device}
+[model]   policy_class={policy_class} num_params={num_params}
+[model]   param_devices={param_devices} all_params_on_npu={all_params_on_npu}
+"""
+
+
+def load(checkpoint: Checkpoint, worker: Worker) -> Any:
     """PPO.load onto npu:0; every parameter there, equal to the file's bit for bit. Returns the policy."""
     try:
         from stable_baselines3 import PPO
@@ -2001,12 +1969,12 @@ def load(checkpoint: Checkpoint, torch: Any, worker: Worker) -> Any:
                          "python3 -m pip install -r requirements.txt") from error
     worker.enter("load")
     started = time.monotonic()
-    objects = custom_objects(checkpoint, torch)
+    objects = custom_objects(checkpoint)
     try:
         with warnings.catch_warnings():
             # advice for training speed: here the NPU is the point
             warnings.filterwarnings("ignore", message="You are trying to run PPO on the GPU")
-            archive = clean_archive(checkpoint, objects, torch)
+            archive = clean_archive(checkpoint, objects)
             policy = PPO.load(archive, device=DEVICE, custom_objects=objects).policy
         torch.npu.synchronize()
     except Exception as error:  # of SB3, or of the device
@@ -2019,9 +1987,7 @@ def load(checkpoint: Checkpoint, torch: Any, worker: Worker) -> Any:
     worker.facts(load_s=round(time.monotonic() - started, 6), model_device=str(policy.device),
                  policy_class=type(policy).__name__, num_params=sum(p.numel() for p in policy.parameters()),
                  param_devices=devices, all_params_on_npu=devices == [DEVICE])
-    worker.log("[load]    PPO.load elapsed={load_s:.4f}s device={model_device}")
-    worker.log("[model]   policy_class={policy_class} num_params={num_params}")
-    worker.log("[model]   param_devices={param_devices} all_params_on_npu={all_params_on_npu}")
+    worker.log(MODEL_LINES)
     if devices != [DEVICE]:
         raise LoadFailed(f"parameters are on {devices}, not on {DEVICE} alone", "this is a fault of SB3 or torch_npu")
     differing = differing_tensors(policy, checkpoint)
@@ -2043,10 +2009,9 @@ class NoOptimizer:
         pass
 
 
-def custom_objects(checkpoint: Checkpoint, torch: Any) -> dict[str, Any]:
+def custom_objects(checkpoint: Checkpoint) -> dict[str, Any]:
     """What PPO.load is to make the model of: the values that the reader took from the checkpoint."""
     import gymnasium.spaces
-    import numpy
     from stable_baselines3.common.policies import ActorCriticPolicy
 
     def box(description: Box) -> gymnasium.spaces.Box:
@@ -2077,7 +2042,7 @@ def custom_objects(checkpoint: Checkpoint, torch: Any) -> dict[str, Any]:
     }
 
 
-def clean_archive(checkpoint: Checkpoint, objects: dict[str, Any], torch: Any) -> io.BytesIO:
+def clean_archive(checkpoint: Checkpoint, objects: dict[str, Any]) -> io.BytesIO:
     """An archive as PPO.save writes it, made of values alone: neither torch nor SB3 sees a byte of the user's file."""
     weights = {name: torch.from_numpy(array) for name, array in checkpoint.tensors.items()}
     archive = io.BytesIO()
@@ -2101,6 +2066,24 @@ def differing_tensors(policy: Any, checkpoint: Checkpoint) -> list[str]:
 # --- Stage forward
 
 
+FORWARD_LINES = """
+elapsed={forward_s:.4f}s (npu-synchronized)
+obs={observation} shape={shape} dtype=torch.float32 device={input_device}
+action={action} {of[action]}
+value={value} {of[value]}
+log_prob={log_prob} {of[log_prob]}
+probs={probs} logits={logits} entropy={entropy}
+mean={mean} std={std} entropy={entropy}
+env_action={env_action} {of[env_action]}
+all_outputs_on_npu={all_outputs_on_npu}
+bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}
+inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}
+kernels={kernels}
+observations sha256_float32={observations[sha256_float32]}
+"""
+ONLY_WITH = ("probs", "mean", "env_action", "observations")  # lines that only some runs have begin with these
+
+
 def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Array, passes: Passes,
             worker: Worker) -> None:
     """One deterministic pass over the observations on npu:0; the first chunk, mostly all of them, twice."""
@@ -2111,17 +2094,17 @@ def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Arra
     for start in range(0, len(observations), step):
         chunk = as_float32(observations[start:start + step])
         digest.update(chunk.tobytes())
-        values = passes.run(chunk, profiled=start == 0)
+        joined = passes.run(chunk, profiled=start == 0)
         elapsed += passes.seconds
+        outputs = joined.astype(passes.row_type)
         if start == 0:
-            again = passes.run(chunk)
-            if any(values[name].tobytes() != again[name].tobytes() for name in values):
+            if passes.run(chunk).tobytes() != joined.tobytes():
                 raise ForwardFailed("two passes over the same observations differ",
                                     "the device or a kernel is at fault")
-            worker.facts(bitwise_repeatable=True, repeated_rows=len(chunk), **first_of_all(chunk, values))
-        comparison.add(chunk, values)
+            worker.facts(bitwise_repeatable=True, repeated_rows=len(chunk), **shown_rows(chunk, outputs))
+        comparison.add(chunk, outputs)
         if file:
-            file.append(values)
+            file.append(outputs)
         worker.send("progress", rows=start + len(chunk))
     if file:
         worker.enter("forward", at_least_s=None)  # a slow disk is not a slow device
@@ -2129,10 +2112,9 @@ def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Arra
         worker.facts(observations={**worker.result["observations"], "sha256_float32": digest.hexdigest()})
     worker.enter("forward")
     changed = differing_tensors(passes.policy, checkpoint)
-    for output in passes.outputs.values():
+    for output in passes.facts["outputs"].values():
         output["shape"][0] = len(observations)
-    worker.facts(forward_s=round(elapsed, 6), params_match_after_forward=not changed, outputs=passes.outputs,
-                 kernels=passes.kernels, **passes.proofs)
+    worker.facts(forward_s=round(elapsed, 6), params_match_after_forward=not changed, **passes.facts)
     log_forward(worker)
     if changed:
         raise ForwardFailed(f"weights changed on the device during the run: {', '.join(changed)[:200]}",
@@ -2141,95 +2123,86 @@ def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Arra
     log_reference(worker)
     comparison.judge()
     if args.sha256 == CHECKPOINT_SHA256 and len(observations) == 1 and not observations.any():
-        compare_with_published(args.tolerance, worker)
+        compare_with_published(Comparison(checkpoint, args.tolerance), outputs, worker)
 
 
-def first_of_all(chunk: Array, values: Outputs) -> dict[str, Any]:
+def shown_rows(chunk: Array, outputs: Array) -> dict[str, Any]:
     """The rows that the evidence shows: the first, as far as a person reads them; a row that is too wide is cut."""
-    widest = max(array[0].size for array in (chunk, *values.values()))
+    arrays = {"observation": chunk, **{name: outputs[name] for name in outputs.dtype.names or ()}}
+    widest = max(array[0].size for array in arrays.values())
     count = min(SHOWN_ROWS, max(1, SHOWN_NUMBERS // widest))
-    shown_rows = {}
-    for name, array in {"observation": chunk, **values}.items():
+    shown_of = {}
+    for name, array in arrays.items():
         rows = array[:count]
         if array[0].size > SHOWN_NUMBERS:
             rows = rows.reshape(1, -1)[:, :SHOWN_NUMBERS]
-        shown_rows[name] = rows.tolist()
-    return shown_rows
+        shown_of[name] = rows.tolist()
+    return shown_of
 
 
 def log_forward(worker: Worker) -> None:
     result = worker.result
-    kinds = {f"{name}_kind": f"shape={tuple(output['shape'])} dtype={output['dtype']} device={output['device']}"
+    kinds = {name: f"shape={tuple(output['shape'])} dtype={output['dtype']} device={output['device']}"
              for name, output in result["outputs"].items()}
-    distribution = "probs={probs} logits={logits}" if "probs" in result else "mean={mean} std={std}"
-    lines = ["elapsed={forward_s:.4f}s (npu-synchronized)",
-             "obs={observation} shape={shape} dtype=torch.float32 device={input_device}",
-             "action={action} {action_kind}", "value={value} {value_kind}", "log_prob={log_prob} {log_prob_kind}",
-             distribution + " entropy={entropy}", "env_action={env_action} {env_action_kind}",
-             "all_outputs_on_npu={all_outputs_on_npu}", "bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}",
-             "inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}",
-             "kernels={kernels}", "observations sha256_float32={observations[sha256_float32]}"]
-    if "env_action" not in result:
-        lines.remove("env_action={env_action} {env_action_kind}")
-    if "observations" not in result:
-        lines.pop()
-    for line in lines:
-        worker.log("[forward] " + line, entropy=result.get("entropy"),
-                   shape=(result["rows"], *result["observation_shape"]), **kinds)
+    for line in FORWARD_LINES.strip().splitlines():
+        name = line.partition("=")[0].partition(" ")[0]
+        if name not in ONLY_WITH or name in result:
+            worker.log("[forward] " + line, entropy=result.get("entropy"), of=kinds,
+                       shape=(result["rows"], *result["observation_shape"]))
 
 
-Outputs = dict[str, "Array"]  # of one pass, by name; see policy_outputs
 
 
 class Passes:
     """Passes of observations through the policy on npu:0, each of them checked."""
 
-    def __init__(self, policy: Any, torch: Any) -> None:
-        self.policy, self.torch, self.device = policy, torch, torch.device(DEVICE)
+    def __init__(self, policy: Any) -> None:
+        self.policy, self.device = policy, torch.device(DEVICE)
         self.seconds = 0.0  # of the last pass, until its outputs were on the host
-        self.outputs: dict[str, dict[str, Any]] = {}  # of the profiled pass: dtype, shape and device by name
-        self.proofs: dict[str, Any] = {}  # what the evidence says of every pass
-        self.kernels: dict[str, int] = {}  # of the profiled pass
+        self.facts: dict[str, Any] = {}  # what the evidence says of every pass, learnt in the profiled one
+        self.joined_type: Any = None  # of a row of outputs, with
+        self.row_type: Any = None  # integers where they are; see row_types
         # The bounds of a Box of actions go to the device before a pass: nothing crosses the bus within one.
         space = policy.action_space
         self.bounds = [torch.as_tensor(bound, dtype=torch.float32).to(DEVICE)
                        for bound in (space.low, space.high)] if hasattr(space, "low") else []
 
-    def run(self, chunk: Array, profiled: bool = False) -> Outputs:
+    def run(self, chunk: Array, profiled: bool = False) -> Array:
         """One pass over float32 observations (n, *shape): three copies and three synchronisations.
 
-        Raises ForwardFailed unless all of it was on the device, and all that it gives is finite.
+        Returns a structured array (n,) of float32 with a field for each output. Raises ForwardFailed unless all of it
+        was on the device, and all that it gives is finite.
         """
-        with self.torch.inference_mode():
+        with torch.inference_mode():
             started = time.monotonic()
-            observations = self.torch.from_numpy(chunk).to(DEVICE)
-            profile = self.torch.autograd.profiler.profile(use_cpu=True) if profiled else None
+            observations = torch.from_numpy(chunk).to(self.device)
+            profile = torch.autograd.profiler.profile(use_cpu=True) if profiled else None
             with profile or contextlib.nullcontext():
-                outputs = policy_outputs(self.policy, observations, self.bounds, self.torch)
-                joined = side_by_side(outputs, self.torch)
-            values = to_host(joined, outputs)  # waits for the device
+                outputs = policy_outputs(self.policy, observations, self.bounds)
+                joined = side_by_side(outputs)
+            if self.joined_type is None:
+                self.joined_type, self.row_type = row_types(outputs)
+            rows = to_host(joined, self.joined_type)  # waits for the device
             self.seconds = time.monotonic() - started
             inputs_match = observations.cpu().numpy().tobytes() == chunk.tobytes()
-        if profile:
-            self.kernels = kernels_of(profile.function_events)
-        output_devices = {tensor.device for tensor in outputs.values()}
-        if observations.device != self.device or output_devices != {self.device}:
-            raise ForwardFailed(f"input on {observations.device}, outputs on {', '.join(map(str, output_devices))}",
+        devices = {tensor.device for tensor in outputs.values()}
+        if observations.device != self.device or devices != {self.device}:
+            raise ForwardFailed(f"input on {observations.device}, outputs on {', '.join(map(str, devices))}",
                                 f"not all on {DEVICE}: this is a fault of SB3 or torch_npu")
         if not inputs_match:
             raise ForwardFailed("observations read back from the device are not those that were sent",
                                 "the copy to the device, or its memory, is at fault")
         if profile:
-            self.outputs = {
-                name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "device": str(tensor.device)}
-                for name, tensor in outputs.items()}
-            self.proofs = {"input_device": str(observations.device), "output_device": str(output_devices.pop()),
-                           "all_outputs_on_npu": True, "inputs_match_host": inputs_match}
-        return values
+            self.facts = {
+                "input_device": str(observations.device), "output_device": str(devices.pop()),
+                "all_outputs_on_npu": True, "inputs_match_host": inputs_match,
+                "kernels": kernels_of(profile.function_events),
+                "outputs": {name: {"dtype": str(tensor.dtype), "shape": list(tensor.shape),
+                                   "device": str(tensor.device)} for name, tensor in outputs.items()}}
+        return rows
 
 
-def policy_outputs(policy: Any, observations: torch.Tensor, bounds: list[torch.Tensor],
-                   torch: Any) -> dict[str, torch.Tensor]:
+def policy_outputs(policy: Any, observations: Tensor, bounds: list[Tensor]) -> dict[str, Tensor]:
     """Everything that one deterministic pass gives, as tensors on the device of `observations`.
 
     For n observations: action (n, *action shape), value (n, 1), log_prob (n,), entropy (n,); probs and logits
@@ -2237,7 +2210,7 @@ def policy_outputs(policy: Any, observations: torch.Tensor, bounds: list[torch.T
     Gaussian, and env_action, the action as `PPO.predict` would hand it to the environment: clipped to the space, or
     scaled to it when the policy squashes. A squashed Gaussian has no entropy in closed form.
     """
-    action, value, log_prob = policy(observations, deterministic=True)
+    action, value, log_prob = policy.forward(observations, deterministic=True)
     outputs = {"action": action, "value": value, "log_prob": log_prob}
     # policy.forward leaves the distribution that it built in action_dist: no second pass for the rest.
     entropy = policy.action_dist.entropy()
@@ -2257,31 +2230,35 @@ def policy_outputs(policy: Any, observations: torch.Tensor, bounds: list[torch.T
     return outputs
 
 
-def side_by_side(outputs: dict[str, torch.Tensor], torch: Any) -> torch.Tensor:
+def side_by_side(outputs: dict[str, Tensor]) -> Tensor:
     """All outputs as columns of one float32 tensor (n, total), so that a single copy brings them to the host.
 
     An integer action stays exact: no checkpoint of MAX_CHECKPOINT_BYTES has weights for more than 2**24 choices.
     """
-    columns = [tensor.reshape(len(tensor), -1).float() for tensor in outputs.values()]
+    columns = []
+    for tensor in outputs.values():
+        column = tensor if tensor.ndim == 2 else tensor.reshape(len(tensor), -1)
+        columns.append(column if column.dtype == torch.float32 else column.float())
     return torch.cat(columns, dim=1)
 
 
-def to_host(joined: torch.Tensor, outputs: dict[str, torch.Tensor]) -> Outputs:
-    """The outputs as numpy arrays of their own shapes, cut from what `side_by_side` made."""
-    import numpy
+def row_types(outputs: dict[str, Tensor]) -> tuple[Any, Any]:
+    """The types of a row of outputs: as `side_by_side` joins it, all float32, and with integers where they are."""
+    joined, own = [], []
+    for name, tensor in outputs.items():
+        shape = tuple(tensor.shape[1:])
+        joined.append((name, "<f4", shape))
+        own.append((name, "<f4" if tensor.is_floating_point() else "<i8", shape))
+    return numpy.dtype(joined), numpy.dtype(own)
 
+
+def to_host(joined: Tensor, row_type: Any) -> Array:
+    """What `side_by_side` made, as a structured array (n,) of float32 with a field for each output."""
     array = joined.cpu().numpy()
     if not numpy.isfinite(array).all():
         raise ForwardFailed("an output is NaN or infinite", "the weights overflow on these observations, or the device "
                                                             "is at fault")
-    values, start = {}, 0
-    for name, tensor in outputs.items():
-        end = start + math.prod(tensor.shape[1:])
-        values[name] = array[:, start:end].reshape(tuple(tensor.shape))
-        if not tensor.is_floating_point():
-            values[name] = values[name].astype(numpy.int64)
-        start = end
-    return values
+    return numpy.frombuffer(array, row_type)
 
 
 def kernels_of(events: Any) -> dict[str, int]:
@@ -2313,18 +2290,12 @@ class OutputsFile:
         self.file, self.rows = open(fd, "wb"), rows  # noqa: SIM115 (closed by close)
         self.digest = hashlib.sha256()
 
-    def append(self, values: Outputs) -> None:
-        import numpy
-
-        dtype = numpy.dtype([(name, array.dtype.str, array.shape[1:]) for name, array in values.items()])
-        rows = numpy.empty(len(values["value"]), dtype)
-        for name, array in values.items():
-            rows[name] = array
+    def append(self, outputs: Array) -> None:
         data = io.BytesIO()
         if self.file.tell() == 0:
             numpy.lib.format.write_array_header_1_0(data, {
-                "descr": numpy.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (self.rows,)})
-        data.write(rows.tobytes())
+                "descr": numpy.lib.format.dtype_to_descr(outputs.dtype), "fortran_order": False, "shape": (self.rows,)})
+        data.write(outputs.tobytes())
         self.digest.update(data.getbuffer())
         with writing(OUTPUTS):
             self.file.write(data.getbuffer())
@@ -2349,8 +2320,6 @@ ACTIVATIONS = {  # those of torch.nn that act on each number alone, and the argu
 
 def reference_outputs(checkpoint: Checkpoint, observations: Array) -> dict[str, Array]:
     """The outputs of a deterministic pass for observations (n, *shape), named and shaped as in `policy_outputs`."""
-    import numpy
-
     features = observations.reshape(len(observations), -1).astype(numpy.float64)
     if is_image(checkpoint):
         features /= 255
@@ -2389,66 +2358,60 @@ def is_image(checkpoint: Checkpoint) -> bool:
 def activate(name: str, x: Array, alpha: float = 1.0, beta: float = 1.0, lambd: float = 0.5, threshold: float = 20.0,
              negative_slope: float = 0.01, min_val: float = -1.0, max_val: float = 1.0, approximate: str = "none",
              inplace: bool = False) -> Array:
-    import numpy as np
-
     match name:
         case "Identity":
             return x
         case "Tanh":
-            return np.tanh(x)
+            return numpy.tanh(x)
         case "ReLU":
-            return np.maximum(x, 0)
+            return numpy.maximum(x, 0)
         case "ReLU6":
-            return np.clip(x, 0, 6)
+            return numpy.clip(x, 0, 6)
         case "LeakyReLU":
-            return np.where(x > 0, x, negative_slope * x)
+            return numpy.where(x > 0, x, negative_slope * x)
         case "ELU":
-            return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0)))
+            return numpy.where(x > 0, x, alpha * numpy.expm1(numpy.minimum(x, 0)))
         case "CELU":
-            return np.where(x > 0, x, alpha * np.expm1(np.minimum(x, 0) / alpha))
+            return numpy.where(x > 0, x, alpha * numpy.expm1(numpy.minimum(x, 0) / alpha))
         case "SELU":
-            return 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * np.expm1(np.minimum(x, 0)))
+            return 1.0507009873554805 * numpy.where(x > 0, x, 1.6732632423543772 * numpy.expm1(numpy.minimum(x, 0)))
         case "GELU" if approximate == "tanh":
-            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+            return 0.5 * x * (1 + numpy.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
         case "GELU":
-            return 0.5 * x * (1 + np.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2)).astype(x.dtype))
+            return 0.5 * x * (1 + numpy.frompyfunc(math.erf, 1, 1)(x / math.sqrt(2)).astype(x.dtype))
         case "SiLU":
             return x * sigmoid(x)
         case "Mish":
-            return x * np.tanh(np.logaddexp(0, x))
+            return x * numpy.tanh(numpy.logaddexp(0, x))
         case "Sigmoid":
             return sigmoid(x)
         case "LogSigmoid":
-            return -np.logaddexp(0, -x)
+            return -numpy.logaddexp(0, -x)
         case "Softplus":
-            return np.where(beta * x > threshold, x, np.logaddexp(0, beta * x) / beta)
+            return numpy.where(beta * x > threshold, x, numpy.logaddexp(0, beta * x) / beta)
         case "Softsign":
-            return x / (1 + np.abs(x))
+            return x / (1 + numpy.abs(x))
         case "Hardsigmoid":
-            return np.clip(x / 6 + 0.5, 0, 1)
+            return numpy.clip(x / 6 + 0.5, 0, 1)
         case "Hardswish":
-            return x * np.clip(x / 6 + 0.5, 0, 1)
+            return x * numpy.clip(x / 6 + 0.5, 0, 1)
         case "Hardtanh":
-            return np.clip(x, min_val, max_val)
+            return numpy.clip(x, min_val, max_val)
         case "Tanhshrink":
-            return x - np.tanh(x)
+            return x - numpy.tanh(x)
         case "Softshrink":
-            return np.sign(x) * np.maximum(np.abs(x) - lambd, 0)
+            return numpy.sign(x) * numpy.maximum(numpy.abs(x) - lambd, 0)
         case "Hardshrink":
-            return np.where(np.abs(x) > lambd, x, 0)
+            return numpy.where(numpy.abs(x) > lambd, x, 0)
     raise ValueError(f"no formula for {name}")
 
 
 def sigmoid(x: Array) -> Array:
-    import numpy
-
     return numpy.exp(-numpy.logaddexp(0, -x))
 
 
 def categorical(head: Array, choices: list[int]) -> dict[str, Array]:
     """A categorical distribution for each part of an action, side by side."""
-    import numpy
-
     logits = []
     for part in numpy.split(head, numpy.cumsum(choices)[:-1], axis=1):
         shifted = part - part.max(axis=1, keepdims=True)
@@ -2461,8 +2424,6 @@ def categorical(head: Array, choices: list[int]) -> dict[str, Array]:
 
 
 def bernoulli(logits: Array) -> dict[str, Array]:
-    import numpy
-
     size = numpy.abs(logits)  # the likelier value's log_prob, and the entropy, depend on nothing else
     log_prob = -numpy.logaddexp(0, -size)
     return {"action": (logits > 0).astype(numpy.float64), "log_prob": log_prob.sum(axis=1),
@@ -2471,8 +2432,6 @@ def bernoulli(logits: Array) -> dict[str, Array]:
 
 def gaussian(checkpoint: Checkpoint, mean: Array, latent: Array) -> dict[str, Array]:
     """A diagonal Gaussian. With gSDE its deviation depends on the latent features, and it may be squashed by tanh."""
-    import numpy
-
     box, kwargs = checkpoint.action["box"], checkpoint.policy_kwargs
     low, high = numpy.array([box.low, box.high])
     if box.dtype.startswith("float"):
@@ -2502,8 +2461,6 @@ def gaussian(checkpoint: Checkpoint, mean: Array, latent: Array) -> dict[str, Ar
 
 def log_prob_of(checkpoint: Checkpoint, logits: Array, action: Array) -> Array:
     """The log-probability of given choices, (n,), from the reference's logits; -inf of one that does not exist."""
-    import numpy
-
     chosen = action.reshape(len(action), -1).astype(numpy.int64)
     if checkpoint.action["type"] == "MultiBinary":
         exists = (chosen == 0) | (chosen == 1)
@@ -2514,8 +2471,6 @@ def log_prob_of(checkpoint: Checkpoint, logits: Array, action: Array) -> Array:
 
 def of_chosen(values: Array, chosen: Array, choices: Array) -> Array:
     """What stands in `values` for the choice of each part, (n, parts); -inf for one that does not exist."""
-    import numpy
-
     starts = numpy.cumsum(choices) - choices
     each = numpy.take_along_axis(values, starts + numpy.clip(chosen, 0, choices - 1), axis=1)
     return numpy.where((chosen >= 0) & (chosen < choices), each, -numpy.inf)
@@ -2523,8 +2478,6 @@ def of_chosen(values: Array, chosen: Array, choices: Array) -> Array:
 
 def is_likeliest(checkpoint: Checkpoint, action: Array, probs: Array) -> Array:
     """Whether each action, (n,), is SB3's choice for these probabilities: the largest, of a binary one the rounded."""
-    import numpy
-
     chosen = action.reshape(len(action), -1).astype(numpy.int64)
     if checkpoint.action["type"] == "MultiBinary":
         return (chosen == numpy.round(probs)).all(axis=1)
@@ -2547,13 +2500,30 @@ class Comparison:
         self.largest: dict[str, Any] = {}  # by output: the error, and beside the reference, at least 1 or SMALL
         self.sums: dict[str, Any] = {}  # by output: of errors, of numbers, of products, and of both squares
 
-    def add(self, observations: Array, npu: Outputs) -> None:
-        import numpy
-
+    def add(self, observations: Array, npu: Array) -> None:
         started = time.monotonic()
         reference = reference_outputs(self.checkpoint, observations)
         if "box" not in self.checkpoint.action:
             self.compare_choices(npu, reference)
+        self.compare(npu, reference)
+        self.rows += len(observations)
+        self.seconds += time.monotonic() - started
+
+    def compare_choices(self, npu: Array, reference: dict[str, Array]) -> None:
+        """Count actions that differ, and ties among them: choices that the reference finds as likely as its own.
+
+        An action that is not the likeliest by the NPU's own probabilities is no tie: something else has chosen it.
+        """
+        action = npu["action"]
+        likeliest = is_likeliest(self.checkpoint, action, npu["probs"])
+        differ = (action != reference.pop("action")).reshape(len(action), -1).any(axis=1) | ~likeliest
+        own = log_prob_of(self.checkpoint, reference["logits"], action)
+        tie = differ & likeliest & (numpy.abs(own - reference["log_prob"]) <= self.tolerance)
+        reference["log_prob"] = numpy.where(tie, own, reference["log_prob"])
+        self.differing += int(differ.sum())
+        self.ties += int(tie.sum())
+
+    def compare(self, npu: Array, reference: dict[str, Array]) -> None:
         for name, theirs in reference.items():
             ours = npu[name].astype(numpy.float64)
             if name == "log_prob" and self.checkpoint.policy_kwargs.get("squash_output"):
@@ -2566,24 +2536,6 @@ class Comparison:
             self.largest[name] = numpy.maximum(self.largest.get(name, 0.0), [error.max(), *relative])
             self.sums[name] = self.sums.get(name, 0.0) + numpy.array(
                 [error.sum(), error.size, (ours * theirs).sum(), (ours**2).sum(), (theirs**2).sum()])
-        self.rows += len(observations)
-        self.seconds += time.monotonic() - started
-
-    def compare_choices(self, npu: Outputs, reference: Outputs) -> None:
-        """Count actions that differ, and ties among them: choices that the reference finds as likely as its own.
-
-        An action that is not the likeliest by the NPU's own probabilities is no tie: something else has chosen it.
-        """
-        import numpy
-
-        action = npu["action"]
-        likeliest = is_likeliest(self.checkpoint, action, npu["probs"])
-        differ = (action != reference.pop("action")).reshape(len(action), -1).any(axis=1) | ~likeliest
-        own = log_prob_of(self.checkpoint, reference["logits"], action)
-        tie = differ & likeliest & (numpy.abs(own - reference["log_prob"]) <= self.tolerance)
-        reference["log_prob"] = numpy.where(tie, own, reference["log_prob"])
-        self.differing += int(differ.sum())
-        self.ties += int(tie.sum())
 
     def figures(self) -> dict[str, Any]:
         """The errors of all rows so far, as the result shows them."""
@@ -2610,29 +2562,30 @@ class Comparison:
                                 "compute in float16: allow for it with --tolerance")
 
 
+REFERENCE_LINES = """
+[reference] float64 from the checkpoint's bytes: compared with, never a source of a result
+[reference] rows={reference[rows]} tolerance={reference[tolerance]} within_tolerance={reference[within_tolerance]} \
+within_1_percent={reference[within_1_percent]} action_agreement={reference[action_agreement]} ties={reference[ties]} \
+elapsed={reference[elapsed_s]:.4f}s
+"""
+ERROR_LINE = ("[reference] {name} max_abs_error={max_abs_error} max_rel_error_percent={max_rel_error_percent} "
+              "mean_abs_error={mean_abs_error} cosine={cosine}")
+
+
 def log_reference(worker: Worker) -> None:
-    worker.log("[reference] float64 from the checkpoint's bytes: compared with, never a source of a result")
-    worker.log("[reference] rows={reference[rows]} tolerance={reference[tolerance]} "
-               "within_tolerance={reference[within_tolerance]} within_1_percent={reference[within_1_percent]} "
-               "action_agreement={reference[action_agreement]} ties={reference[ties]} "
-               "elapsed={reference[elapsed_s]:.4f}s")
+    worker.log(REFERENCE_LINES)
     for name, errors in worker.result["reference"]["outputs"].items():
-        worker.log("[reference] {name} max_abs_error={max_abs_error} max_rel_error_percent={max_rel_error_percent} "
-                   "mean_abs_error={mean_abs_error} cosine={cosine}", name=name, **errors)
+        worker.log(ERROR_LINE, name=name, **errors)
 
 
-def compare_with_published(tolerance: float, worker: Worker) -> None:
-    """The result for the zero observation against the published one: same action, the rest within the tolerance."""
-    import numpy
-
-    result = worker.result
-    errors, within = {}, result["action"] == PUBLISHED["action"]
-    for name in ("value", "log_prob", "probs", "logits", "entropy"):
-        wanted = numpy.array(PUBLISHED[name])
-        errors[name] = float(numpy.abs(numpy.array(result[name]) - wanted).max())
-        within = within and errors[name] <= tolerance * max(1.0, float(numpy.abs(wanted).max()))
-    worker.facts(published={"tolerance": tolerance, "within_tolerance": within,
-                            "action_equal": result["action"] == PUBLISHED["action"], "outputs": errors})
+def compare_with_published(comparison: Comparison, outputs: Array, worker: Worker) -> None:
+    """The outputs for the zero observation against the published ones: same action, the rest within the tolerance."""
+    comparison.compare(outputs, {name: numpy.array(values) for name, values in PUBLISHED.items() if name != "action"})
+    errors = {name: float(largest[0]) for name, largest in comparison.largest.items()}
+    action_equal = outputs["action"].tolist() == PUBLISHED["action"]
+    within = action_equal and not comparison.wrong()
+    worker.facts(published={"tolerance": comparison.tolerance, "within_tolerance": within,
+                            "action_equal": action_equal, "outputs": errors})
     worker.log("[published] tolerance={published[tolerance]} within_tolerance={published[within_tolerance]} "
                "action_equal={published[action_equal]} max_abs_error={published[outputs]}")
     if not within:
@@ -2652,28 +2605,26 @@ def benchmark(args: argparse.Namespace, checkpoint: Checkpoint, observations: Ar
     `eager` is the evidence's own path; `graph` replays its kernels, captured, with one launch. Every pass gets another
     observation than the one before, so that a forward that is cached or skipped gives a wrong answer and is found.
     """
-    import numpy
-
     amounts = numpy.random.default_rng(0).uniform(-1.0, 1.0, (8, *observations.shape[1:]))
     # a large number only shrinks, so that nothing overflows
     first = observations[:1]
     varied = as_float32(numpy.where(numpy.abs(first) > 1.0, first * numpy.abs(amounts), first + amounts))
-    expected = [passes.run(varied[number:number + 1]) for number in range(len(varied))]
+    chunks = [varied[number:number + 1] for number in range(len(varied))]
+    expected = [passes.run(chunk) for chunk in chunks]
     comparison = Comparison(checkpoint, args.tolerance)
-    for number, values in enumerate(expected):
-        comparison.add(varied[number:number + 1], values)
+    comparison.add(varied, numpy.concatenate(expected))
     comparison.judge("a pass of the benchmark")
 
-    def timed(one_pass: Callable[[Array], Outputs]) -> dict[str, Any]:
+    def timed(one_pass: Callable[[Array], Array]) -> dict[str, Any]:
         taken = []
         for number in range(WARM_UP + args.benchmark):
             if number % 1000 == 0:
                 worker.enter("benchmark")
-            which = number % len(varied)
+            which = number % len(chunks)
             started = time.perf_counter()
-            values = one_pass(varied[which:which + 1])
+            outputs = one_pass(chunks[which])
             taken.append(time.perf_counter() - started)
-            if any(values[name].tobytes() != wanted.tobytes() for name, wanted in expected[which].items()):
+            if outputs.tobytes() != expected[which].tobytes():
                 raise ForwardFailed("a pass of the benchmark gave other outputs than before for the same observation",
                                     "a forward was cached or skipped, or the device is at fault")
         taken = taken[WARM_UP:]
@@ -2682,7 +2633,7 @@ def benchmark(args: argparse.Namespace, checkpoint: Checkpoint, observations: Ar
 
     times: dict[str, Any] = {"warm_up_passes": WARM_UP, "eager": timed(passes.run), "graph": None, "graph_reason": None}
     try:
-        times["graph"] = timed(capture(passes, varied[:1]))
+        times["graph"] = timed(capture(passes, chunks[0]))
     except (AttributeError, RuntimeError, ForwardFailed) as error:  # a release without graphs, or one that refuses
         times["graph_reason"] = first_line(error)
     worker.facts(benchmark=times)
@@ -2696,34 +2647,36 @@ def benchmark(args: argparse.Namespace, checkpoint: Checkpoint, observations: Ar
             worker.log("[benchmark] {mark}graph: {benchmark[graph_reason]}", mark=mark)
 
 
-def capture(passes: Passes, chunk: Array) -> Callable[[Array], Outputs]:
+def capture(passes: Passes, chunk: Array) -> Callable[[Array], Array]:
     """A function like Passes.run for as many rows, which replays a captured graph: one launch for all kernels.
 
     Raises AttributeError where torch_npu has no graphs, and RuntimeError where the capture is refused.
     """
-    torch, policy = passes.torch, passes.policy
     graph = torch.npu.NPUGraph()
     with torch.inference_mode():
         observations = torch.from_numpy(chunk).to(DEVICE)
+
+        def one_pass() -> tuple[Tensor, dict[str, Tensor]]:
+            outputs = policy_outputs(passes.policy, observations, passes.bounds)
+            return side_by_side(outputs), outputs
+
         for _ in range(3):  # what operators set up at their first calls must not be part of the capture
-            side_by_side(policy_outputs(policy, observations, passes.bounds, torch), torch)
+            one_pass()
         torch.npu.synchronize()
         with torch.npu.graph(graph):
-            outputs = policy_outputs(policy, observations, passes.bounds, torch)
-            joined = side_by_side(outputs, torch)
+            joined, outputs = one_pass()
+    joined_type, _ = row_types(outputs)
 
-    def replay(chunk: Array) -> Outputs:
+    def replay(chunk: Array) -> Array:
         with torch.inference_mode():
             observations.copy_(torch.from_numpy(chunk))
             graph.replay()
-            return to_host(joined, outputs)
+            return to_host(joined, joined_type)
 
     return replay
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Main
-# ---------------------------------------------------------------------------------------------------------------------
+# === Main
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -2738,35 +2691,28 @@ def main(argv: list[str] | None = None) -> int:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup stays nohup
             signal.signal(signum, lambda number, _: caught.append(number))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, no child has an exit code
-    evidence = None
     try:
         args = parse_arguments(argv)
         if not SOURCE:
             raise UsageError("piped into python3, the program cannot say what it is",
                              "nothing was run; start it as python3 inference.py")
-        evidence = Evidence(args.log_dir)
-        supervisor = Supervisor(args, argv, evidence, caught)
+        supervisor = Supervisor(args, argv, caught)
         if not supervisor.inherited:  # their orphans would come here as well, and are not ours to end
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         own_pid = os.getpid()
         # Before torch and numpy are imported: of the two processes that go on from here, one never sees them.
         pid = os.fork()
-    except Failure as failure:
-        stage = "usage" if isinstance(failure, UsageError) else "start"
-        print(f"inference.py: {stage}: {one_line(str(failure))}; {failure.hint}", file=sys.stderr)
+    except UsageError as failure:
+        print(f"inference.py: usage: {one_line(str(failure))}; {failure.hint}", file=sys.stderr)
         return failure.code
     except (OSError, MemoryError) as error:
-        if evidence:
-            evidence.close()
         print(f"inference.py: start: no process can be started: {one_line(str(error) or 'out of memory')}; raise the "
               "limits of processes, files and memory (ulimit -a)", file=sys.stderr)
         return EvidenceUnwritable.code
     if pid == 0:
         become_worker(supervisor, own_pid)
         return work(args, Worker(supervisor.facts_end, supervisor.go_end))
-    code = supervisor.follow(pid)
-    evidence.close()
-    return code
+    return supervisor.follow(pid)
 
 
 def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
@@ -2777,7 +2723,7 @@ def become_worker(supervisor: Supervisor, supervisor_pid: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))  # the SIGABRT of a hung run is to leave no core of a gigabyte
     if os.getppid() != supervisor_pid:  # it ended before the line above
         os._exit(1)
-    for fd in (supervisor.evidence.log_fd, supervisor.facts, supervisor.output):  # the lock is not the worker's to hold
+    for fd in (supervisor.facts, supervisor.output):
         os.close(fd)
     supervisor.go.close()
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -71,7 +71,7 @@ def test_without_an_npu_it_ends_with_a_hint_and_runs_nowhere(run, tmp_path, caus
         "hidden devices": {"env": {"ASCEND_RT_VISIBLE_DEVICES": ""}},
         "unreal device": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "3"}},
         "device in other digits": {"env": {"ASCEND_RT_VISIBLE_DEVICES": "\u0660"}},
-        "abort": {"patch": faults.during("import_torch_npu", "os.abort()")},
+        "abort": {"patch": faults.during("prepare_environment", "os.abort()")},
     }[cause]
     refused = run(**options)
     refused.refused(4, "verify" if cause == "no packages" else "npu", words)

@@ -191,13 +191,13 @@ def test_each_system_call_on_the_evidence_may_fail(cli, quick, tmp_path, name, s
 
 # One short write to the log, as on a disk that is full for a moment.
 SHORT_WRITE = """
-real = os.write
-def short(fd, data):
+real = os.pwrite
+def short(fd, data, offset):
     if not data.startswith(b"[ready]") or b"holding" not in data or os.path.exists({trace!r}):
-        return real(fd, data)
+        return real(fd, data, offset)
     open({trace!r}, "w").close()
-    return real(fd, data[:20])
-os.write = short
+    return real(fd, data[:20], offset)
+os.pwrite = short
 """
 
 

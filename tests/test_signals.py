@@ -226,10 +226,10 @@ def test_a_worker_that_is_told_to_end_by_somebody_else_is_no_success(start, tmp_
 
 def test_the_deadline_that_is_named_is_the_one_that_was_in_force(start, tmp_path):
     """Imports have two minutes, however short --timeout-seconds is; two seconds here."""
-    patch = faults.during("import_torch_npu", "time.sleep(60)") + """
+    patch = faults.during("prepare_environment", "time.sleep(60)") + """
 real = inference.Supervisor.enter
-def enter(self, stage, at_least_s, at):
-    real(self, stage, at_least_s and min(at_least_s, 2), at)
+def enter(self, stage, at_least_s):
+    real(self, stage, at_least_s and min(at_least_s, 2))
 inference.Supervisor.enter = enter
 """
     process = start("--timeout-seconds", 0.5, patch=patch)

@@ -113,7 +113,7 @@ def forwards() -> tuple[dict[str, Callable[[Any], dict[str, Any]]], str | None]:
 
     model.policy.requires_grad_(False)  # this and the next as the program does
     validate = torch.distributions.Distribution.set_default_validate_args
-    passes = inference.Passes(model.policy, torch)
+    passes = inference.Passes(model.policy)
 
     def eager(observations: Any) -> dict[str, Any]:
         validate(False)
