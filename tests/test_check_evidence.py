@@ -510,6 +510,18 @@ def test_what_the_result_says_of_npu_smi_must_follow_from_its_raw_answers(eviden
     assert evidence.failed_gates() == ["npu-smi"]
 
 
+def test_a_run_asks_about_every_chip_that_is_full_also_when_the_first_lists_the_pid(checker):
+    chips = ["0 0", "1 0"]
+    rows = [f"| {chip} | {100 * number} | python3 | 40 |" for chip in chips for number in range(1, 9)]
+    table = "\n".join(["| NPU Chip | Process id | Process name | Process memory(MB) |", *rows])
+    answers = {"info -t proc-mem -i 0 -c 0": "Process id:77  Process name:python3", "info -t proc-mem -i 1 -c 0": ""}
+    asked = [("info", table), ("info", table), *answers.items()]
+    calls = [checker.Call(arguments, "", "exit code 0", text) for arguments, text in asked]
+    found, wanted = checker.correlate("77", calls)
+    assert wanted == [arguments for arguments, _ in asked]
+    assert (found["pid_found"], found["npu_id"], found["matched_by"]) == (True, "0", "proc-mem")
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The outputs of a file of observations: every row
 # ----------------------------------------------------------------------------------------------------------------------
