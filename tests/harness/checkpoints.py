@@ -58,6 +58,7 @@ KINDS = {
     "box": Kind(box(2, low=-1, high=1)),
     "box of one, bounds exceeded": Kind(box(1, low=-0.01, high=0.01)),
     "box of two dimensions": Kind(box(2, 3, low=-1, high=1)),
+    "box of no dimensions": Kind(box(low=-0.1, high=0.1)),
     "box, log_std_init": Kind(box(2), {"log_std_init": -1.5}),
     # generalised state-dependent exploration
     "gSDE": Kind(box(2), use_sde=True),
