@@ -137,6 +137,7 @@ def in_blanks(left: float, right: float, row: str, place: tuple[float, float, fl
 
 
 def load(path: Path) -> ModuleType:
+    sys.dont_write_bytecode = True  # nothing is left beside the program
     spec = importlib.util.spec_from_file_location("render", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
