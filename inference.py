@@ -362,6 +362,7 @@ class Evidence:
         if self.begun:
             with writing(LOG):
                 if os.pwrite(self.log_fd, lines, len(self.text)) < len(lines):
+                    os.ftruncate(self.log_fd, len(self.text))
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.text += lines
 
@@ -399,7 +400,6 @@ class Evidence:
                 if not os.path.samestat(os.fstat(self.log_fd), os.lstat(self.dir / LOG)):
                     raise OSError(errno.ENOENT, "the directory was taken away during the run")
                 (self.dir / f".{OUTPUTS}.tmp").unlink(missing_ok=True)  # of a run that failed
-                os.ftruncate(self.log_fd, len(self.text))  # what a full disk has left of a line
                 os.fsync(self.log_fd)
                 result["files"] = {LOG: sha256_of(self.text), **self.digests}
                 data = (json.dumps(result, indent=2, allow_nan=False) + "\n").encode()
@@ -1395,19 +1395,20 @@ def exact_bounds(printed: list[float], text: str, dtype: str, serialized: str) -
     if not serialized:
         return printed
     try:
-        arguments = [argument for _, argument, _ in pickletools.genops(base64.b64decode(serialized))]
+        opcodes = list(pickletools.genops(base64.b64decode(serialized)))  # of a megabyte at most: 0.3 s
     except ValueError:
         return []
     bounds = numpy.array(printed, dtype)
-    stored = {bytes(argument) for argument in arguments
+    stored = {bytes(argument) for _, argument, _ in opcodes
               if isinstance(argument, (bytes, bytearray)) and len(argument) == bounds.nbytes}
     if bounds.tobytes() in stored:
         return [float(bound) for bound in bounds]
     digits = max([len(decimals) for decimals in re.findall(r"\.(\d*)", text)], default=0)
     rounding = 0.51 * 10.0**-digits
     arrays = [numpy.frombuffer(raw, dtype).astype(numpy.float64) for raw in stored]
-    close = [array for array in arrays
-             if numpy.isclose(array, printed, atol=rounding, rtol=rounding if "e" in text else 0.0).all()]
+    relative = rounding if "e" in text else 0.0
+    with numpy.errstate(all="ignore"):  # other arrays of that size may hold any bits
+        close = [array for array in arrays if numpy.isclose(array, printed, atol=rounding, rtol=relative).all()]
     return close[0].tolist() if len(close) == 1 else []
 
 
@@ -2067,21 +2068,21 @@ def differing_tensors(policy: Any, checkpoint: Checkpoint) -> list[str]:
 
 
 FORWARD_LINES = """
-elapsed={forward_s:.4f}s (npu-synchronized)
-obs={observation} shape={shape} dtype=torch.float32 device={input_device}
-action={action} {of[action]}
-value={value} {of[value]}
-log_prob={log_prob} {of[log_prob]}
-probs={probs} logits={logits} entropy={entropy}
-mean={mean} std={std} entropy={entropy}
-env_action={env_action} {of[env_action]}
-all_outputs_on_npu={all_outputs_on_npu}
-bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}
-inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}
-kernels={kernels}
-observations sha256_float32={observations[sha256_float32]}
+[forward] elapsed={forward_s:.4f}s (npu-synchronized)
+[forward] obs={observation} shape={shape} dtype=torch.float32 device={input_device}
+[forward] action={action} {of[action]}
+[forward] value={value} {of[value]}
+[forward] log_prob={log_prob} {of[log_prob]}
+[forward] probs={probs} logits={logits} entropy={entropy}
+[forward] mean={mean} std={std} entropy={entropy}
+[forward] env_action={env_action} {of[env_action]}
+[forward] all_outputs_on_npu={all_outputs_on_npu}
+[forward] bitwise_repeatable={bitwise_repeatable} rows={repeated_rows}
+[forward] inputs_match_host={inputs_match_host} params_match_after_forward={params_match_after_forward}
+[forward] kernels={kernels}
+[forward] observations sha256_float32={observations[sha256_float32]}
 """
-ONLY_WITH = ("probs", "mean", "env_action", "observations")  # lines that only some runs have begin with these
+ONLY_WITH = ("probs", "mean", "env_action", "observations")  # lines that begin with these are not in every run
 
 
 def forward(args: argparse.Namespace, checkpoint: Checkpoint, observations: Array, passes: Passes,
@@ -2144,13 +2145,13 @@ def log_forward(worker: Worker) -> None:
     result = worker.result
     kinds = {name: f"shape={tuple(output['shape'])} dtype={output['dtype']} device={output['device']}"
              for name, output in result["outputs"].items()}
+    lines = []
     for line in FORWARD_LINES.strip().splitlines():
-        name = line.partition("=")[0].partition(" ")[0]
+        _, name, *_ = re.split("[ =]", line)
         if name not in ONLY_WITH or name in result:
-            worker.log("[forward] " + line, entropy=result.get("entropy"), of=kinds,
-                       shape=(result["rows"], *result["observation_shape"]))
-
-
+            lines.append(line)
+    worker.log("\n".join(lines), entropy=result.get("entropy"), of=kinds,
+               shape=(result["rows"], *result["observation_shape"]))
 
 
 class Passes:
@@ -2236,7 +2237,7 @@ def side_by_side(outputs: dict[str, Tensor]) -> Tensor:
     An integer action stays exact: no checkpoint of MAX_CHECKPOINT_BYTES has weights for more than 2**24 choices.
     """
     columns = []
-    for tensor in outputs.values():
+    for tensor in outputs.values():  # a call into torch that changes nothing costs its time in every pass
         column = tensor if tensor.ndim == 2 else tensor.reshape(len(tensor), -1)
         columns.append(column if column.dtype == torch.float32 else column.float())
     return torch.cat(columns, dim=1)

@@ -1011,7 +1011,7 @@ def gate_published(s: Evidence) -> Problems:
     for name, published in PUBLISHED.items():
         wanted = np.array(published).reshape(1, -1)
         errors[name] = float(np.abs(s.shown[name] - wanted).max())
-        near = errors[name] <= tolerance * max(1.0, float(np.abs(wanted).max()))
+        near = first_wrong(s.shown[name], wanted, tolerance) is None
         yield unless(near, f"{name}: JSON {r[name]}, published {published}")
     yield differ("action", r["action"], "published", [0])
     yield differ("published", stated, "the outputs", {

@@ -161,8 +161,8 @@ def failing(*args, **kwargs):
 os.{name} = failing
 """
 FAILING_CALLS = [("open", 6, errno.EMFILE), ("fsync", 3, errno.EIO), ("replace", 1, errno.EIO),
-                 ("unlink", 5, errno.EROFS), ("write", 24, errno.ENOSPC), ("ftruncate", 1, errno.EIO),
-                 ("pipe", 1, errno.EMFILE), ("fork", 1, errno.EAGAIN)]  # fmt: skip
+                 ("unlink", 5, errno.EROFS), ("write", 24, errno.ENOSPC), ("pwrite", 8, errno.ENOSPC),
+                 ("ftruncate", 1, errno.EIO), ("pipe", 1, errno.EMFILE), ("fork", 1, errno.EAGAIN)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "step", "code"), FAILING_CALLS)
@@ -189,10 +189,12 @@ def test_each_system_call_on_the_evidence_may_fail(cli, quick, tmp_path, name, s
     assert failed > 0
 
 
-# One short write to the log, as on a disk that is full for a moment.
+# One short write to the log, as on a disk that is full for a moment, or from then on.
 SHORT_WRITE = """
 real = os.pwrite
 def short(fd, data, offset):
+    if {lasting} and os.path.exists({trace!r}):
+        raise OSError(28, os.strerror(28))
     if not data.startswith(b"[ready]") or b"holding" not in data or os.path.exists({trace!r}):
         return real(fd, data, offset)
     open({trace!r}, "w").close()
@@ -201,8 +203,16 @@ os.pwrite = short
 """
 
 
+def test_a_line_of_the_log_that_was_written_in_part_is_taken_back_also_when_nothing_follows(start, tmp_path):
+    result = start(patch=SHORT_WRITE.format(trace=str(tmp_path / "trace"), lasting=True)).wait()
+    assert result.code == 7, result.stderr
+    log = (tmp_path / "logs" / evidence.LOG).read_text()
+    assert "MARKER=" in log.splitlines()[-1]
+    assert log.endswith("\n")
+
+
 def test_a_line_of_the_log_that_was_written_in_part_is_taken_back(cli, start, tmp_path):
-    result = start(patch=SHORT_WRITE.format(trace=str(tmp_path / "trace"))).wait()
+    result = start(patch=SHORT_WRITE.format(trace=str(tmp_path / "trace"), lasting=False)).wait()
     assert (result.code, problems(result, tmp_path / "logs")) == (7, []), result.stderr
     assert "holding" not in (tmp_path / "logs" / evidence.LOG).read_text()
     assert evidence.verdict(tmp_path / "logs", "--checkpoint", cli.project / support.STANDIN) == "FAILED RUN"
