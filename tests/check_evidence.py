@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import shlex
 import stat
 import sys
 from collections import Counter
@@ -39,7 +40,8 @@ try:
     import numpy as np
 except ImportError:
     # tests/simulate.sh has set up one that has it.
-    mended = [f"use {path}" for path in sorted(PROJECT.glob(".venv/*/bin/python3"))] or ["python3 -m pip install numpy"]
+    mended = [f"use {shlex.quote(str(path))}" for path in sorted(PROJECT.glob(".venv/*/bin/python3"))]
+    mended.append("python3 -m pip install numpy")
     print(f"check_evidence.py: {sys.executable} has no numpy: {mended[0]}", file=sys.stderr)
     sys.exit(2)
 Array = np.ndarray[Any, Any]

@@ -93,6 +93,10 @@ CHEATS = {
     "skipped every other time": "known[1] = not known.get(1)\n"
     "    if known[1] or key not in known: known[key] = original(self, observations, *args, **kwargs)\n"
     "    outputs = known[key]",
+    # the passes that the reference judges are over by then: only their repetition tells
+    "cached when it is warm": "known[1] = known.get(1, 0) + 1\n"
+    "    if known[1] < 15: known[key] = original(self, observations, *args, **kwargs)\n"
+    "    outputs = known[key]",
 }
 
 

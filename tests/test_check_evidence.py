@@ -1311,7 +1311,7 @@ def test_it_needs_nothing_but_numpy_and_writes_nothing(project):
     assert state() == before
 
 
-def test_without_numpy_it_names_an_interpreter_that_has_it(project):
+def test_without_numpy_it_names_an_interpreter_that_has_it_as_a_shell_takes_it(project):
     command = [sys.executable, "-I", "-S", "tests/check_evidence.py"]
     done = subprocess.run(command, capture_output=True, text=True, env={}, cwd=project)
     assert (done.returncode, done.stdout) == (2, "") and "has no numpy: python3 -m pip install numpy" in done.stderr
@@ -1319,7 +1319,7 @@ def test_without_numpy_it_names_an_interpreter_that_has_it(project):
     python.parent.mkdir(parents=True)
     python.touch()
     done = subprocess.run(command, capture_output=True, text=True, env={}, cwd=project)
-    assert f"has no numpy: use {python}" in done.stderr and done.stderr.count("\n") == 1
+    assert f"has no numpy: use '{python}'" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root would be let in in any case")
